@@ -1,0 +1,241 @@
+"""Shows what TriKV is for: an engine ends, and the next one need not compute again.
+
+    make demo          or          python examples/demo.py
+
+Starts `trikv-daemon` with a small pool on a private socket, then five times a real vLLM engine on
+the CPU: without TriKV (the reference), with an empty cache, as a new process that finds the cache,
+and two at once on one pool. The model is made here with random weights, so its words mean nothing;
+what counts is that they are the same words. Ends with 1 if an output differs from the reference or
+if nothing was loaded.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+CONNECTOR = {
+    "kv_connector": "TriKVConnector",
+    "kv_connector_module_path": "trikv.connector",
+    "kv_role": "kv_both",
+}
+MODEL = ("--layers", "8", "--hidden", "512")  # 18 M weights: computing a prompt takes over a second
+QUESTIONS = {  # request: document and question; the last one shares all but its end with another
+    "lighthouse": ("lighthouse", "How were the stones held together?"),
+    "bakery": ("bakery", "What does the thumb measure?"),
+    "river": ("river", "Why is the line redrawn?"),
+    "river, new question": ("river", "How is the boat kept in its place?"),
+}
+SAME = ("lighthouse", "bakery", "river")
+VARIED = ("lighthouse", "bakery", "river, new question", "river")
+SWAPPED = ("river", "lighthouse", "bakery")
+DAEMON_S_MAX = 30.0
+ENGINE_S_MAX = 400.0
+BEGUN_S = time.monotonic()
+
+Request = dict[str, Any]
+
+
+class DemoError(Exception):
+    """Something did not run, or did not run as promised."""
+
+
+def say(text: str) -> None:
+    """Tell how far we are."""
+    print(f"[{time.monotonic() - BEGUN_S:4.0f} s] {text}", flush=True)
+
+
+def die_with_parent() -> None:
+    """Make the kernel kill this child when the demo is gone, however it went."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
+@contextlib.contextmanager
+def process(
+    arguments: list[str], log: Path, **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program as the leader of a group that ends with the block."""
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509  # the demo has no threads
+        )
+    try:
+        yield child
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def tail(log: Path, lines: int = 15) -> str:
+    """Return the end of a log, for a person who must find out what went wrong."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+@contextlib.contextmanager
+def daemon(folder: Path, pool: str) -> Iterator[str]:
+    """Run a daemon and yield its socket; a clean end must come soon after SIGTERM."""
+    socket, log = folder / "trikv.sock", folder / "daemon.log"
+    arguments = ["-m", "trikv.nursery.serve", "--addr", f"unix:{socket}", "--pool-size", pool]
+    with process(arguments, log) as child:
+        deadline_s = time.monotonic() + DAEMON_S_MAX
+        while "ready" not in log.read_text(errors="replace"):
+            if child.poll() is not None or time.monotonic() > deadline_s:
+                message = f"the daemon did not become ready:\n{tail(log)}"
+                raise DemoError(message)
+            time.sleep(0.05)
+        yield str(socket)
+        child.send_signal(signal.SIGTERM)
+        if child.wait(DAEMON_S_MAX) != 0:
+            message = f"the daemon ended with {child.returncode}:\n{tail(log)}"
+            raise DemoError(message)
+
+
+def prompts(names: tuple[str, ...]) -> list[dict[str, str]]:
+    """Make the prompts of these requests: a text, a question."""
+    texts = {path.stem: path.read_text() for path in (HERE / "documents").glob("*.txt")}
+    return [
+        {"name": name, "text": f"{texts[document]}\nQuestion: {question}\nAnswer:"}
+        for name, (document, question) in ((name, QUESTIONS[name]) for name in names)
+    ]
+
+
+@contextlib.contextmanager
+def engine(
+    folder: Path, name: str, names: tuple[str, ...], *more: str, socket: str = ""
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start one engine process on these requests; with `socket` it is attached to TriKV."""
+    (folder / f"{name}.prompts").write_text(json.dumps(prompts(names)))
+    arguments = [str(HERE / "run_engine.py"), str(folder / "model"), *more]
+    arguments += [
+        "--prompts",
+        str(folder / f"{name}.prompts"),
+        "--out",
+        str(folder / f"{name}.json"),
+    ]
+    if socket:
+        arguments += ["--kv-transfer-config", json.dumps(CONNECTOR)]
+    with process(arguments, folder / f"{name}.log", TRIKV_SOCKET=socket) as child:
+        yield child
+
+
+def finish(folder: Path, name: str, child: subprocess.Popen[bytes]) -> list[Request]:
+    """Wait for an engine process and return what it did."""
+    try:
+        code = child.wait(ENGINE_S_MAX)
+    except subprocess.TimeoutExpired:
+        code = -1
+    if code != 0:
+        message = f"engine '{name}' failed ({code}):\n{tail(folder / f'{name}.log')}"
+        raise DemoError(message)
+    requests: list[Request] = json.loads((folder / f"{name}.json").read_text())["requests"]
+    for request in requests:
+        if request["cached_tokens"] != request["local_tokens"] + request["external_tokens"]:
+            message = f"the engine's counts disagree: {request}"
+            raise DemoError(message)
+    return requests
+
+
+def run_all(folder: Path, socket: str) -> dict[str, list[Request]]:
+    """Run the five engines."""
+    results = {}
+    plan: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], str], ...] = (
+        ("reference", "without TriKV, its own cache off", VARIED, ("--no-prefix-caching",), ""),
+        ("first", "with TriKV, nothing cached yet", SAME, (), socket),
+        ("second", "a new process with TriKV, cache full", VARIED, (), socket),
+    )
+    for name, what, names, more, at in plan:
+        say(f"engine '{name}': {what} (20-60 s, most of it the start)")
+        with engine(folder, name, names, *more, socket=at) as child:
+            results[name] = finish(folder, name, child)
+    say("engines 'left' and 'right': two processes at once on one pool (30-90 s)")
+    meeting = folder / "meeting"
+    meeting.mkdir()
+    meet = ("--meet", str(meeting))
+    with (
+        engine(folder, "left", VARIED, *meet, socket=socket) as left,
+        engine(folder, "right", SWAPPED, *meet, socket=socket) as right,
+    ):
+        results["left"] = finish(folder, "left", left)
+        results["right"] = finish(folder, "right", right)
+    return results
+
+
+def report(results: dict[str, list[Request]]) -> list[str]:
+    """Print the table; return what is wrong, nothing if all is well."""
+    expected = {request["name"]: request["output"] for request in results["reference"]}
+    wrong = []
+    print("\n                                  prompt tokens   cached by    first    same")
+    print("engine     request               all  computed   own  TriKV  token ms  output")
+    for name, requests in results.items():
+        print("-" * 79)
+        for request in requests:
+            same = "yes" if request["output"] == expected[request["name"]] else "NO"
+            if same == "NO":
+                wrong.append(f"engine '{name}', {request['name']}: another output")
+            computed = request["prompt_tokens"] - request["cached_tokens"]
+            print(
+                f"{name:10} {request['name']:20} {request['prompt_tokens']:4} {computed:9} "
+                f"{request['local_tokens']:5} {request['external_tokens']:6} "
+                f"{request['ttft_ms']:9.0f}  {'-' if name == 'reference' else same:>6}"
+            )
+        loaded = sum(request["external_tokens"] for request in requests)
+        if name in ("second", "left", "right") and loaded == 0:
+            wrong.append(f"engine '{name}' loaded nothing from TriKV")
+    print("-" * 79)
+    cold, warm = results["reference"], results["second"]
+    loaded = sum(request["external_tokens"] for request in warm)
+    total = sum(request["prompt_tokens"] for request in warm)
+    cold_ms, warm_ms = (sum(r["ttft_ms"] for r in run) / len(run) for run in (cold, warm))
+    print(f"Second engine: {loaded} of {total} prompt tokens came from TriKV. First token after")
+    print(f"{warm_ms:.0f} ms on average; in the engine without any cache after {cold_ms:.0f} ms.")
+    return wrong
+
+
+def demo(folder: Path, pool: str) -> list[str]:
+    """Run everything in `folder`; return what is wrong."""
+    say("a model with random weights, 72 MB")
+    subprocess.run([sys.executable, HERE / "tiny_model.py", folder / "model", *MODEL], check=True)
+    say(f"trikv-daemon with a pool of {pool}")
+    with daemon(folder, pool) as socket:
+        results = run_all(folder, socket)
+    return report(results)
+
+
+def main() -> int:
+    """Run the demo in a folder of its own, kept only when something went wrong."""
+    parser = argparse.ArgumentParser(description="See an engine find what another one computed.")
+    parser.add_argument("--pool-size", default="256mb")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    folder = Path(tempfile.mkdtemp(prefix="trikv-demo-"))
+    try:
+        wrong = demo(folder, options.pool_size)
+    except DemoError as error:
+        wrong = [str(error)]
+    if wrong:
+        print("\n".join(["", *wrong, f"The logs are in {folder}."]))
+        return 1
+    shutil.rmtree(folder)
+    print("Every output is the one of the engine without TriKV.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

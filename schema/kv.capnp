@@ -1,0 +1,278 @@
+# TriKV's wire: the only contract between processes. These comments are the reference documentation.
+#
+# Transport: Cap'n Proto two-party RPC on a unix socket (mode 0600, same uid) or on TCP. The bootstrap
+# capability is `Kv`. Expected errors are values (`Error` in a union); an RPC exception means a bug or a
+# lost connection. Every list and blob has a bound, named beside it; a message over 8 MiB is refused.
+#
+# Evolution: fields, methods and union members are added at the end, never renumbered, retyped or reused.
+# `protocolVersion` grows when meaning changes; a daemon of version N serves clients of N-1, N and N+1.
+#
+# Blobs: `hashes` is the block hashes one after another, `hashBytes` bytes each (16 or 32), in prefix order;
+# `blocks` is the engine's block ids as little-endian int32. One blob a message: no object per block.
+#
+# Who calls what:
+#   scheduler of an engine   hello, declare, query, release, heartbeat
+#   worker (one a rank)      hello, register, save, load, heartbeat
+#   tools                    status
+
+@0xf3b8a7c4d15e6092;
+
+const protocolVersion :UInt16 = 1;
+
+struct Error {
+  # An expected failure. To an engine every code means "not cached": it computes and goes on.
+  code @0 :Text;
+  # Stable name: bad-request, unsupported-version, forbidden, not-ready (instance not complete yet: try
+  # again), conflict (another live process holds this name), overloaded (a stated limit is reached),
+  # lease-lost (query again), engine-lost, shutting-down, internal.
+  message @1 :Text;
+  # One line for a person; names the setting to change where there is one.
+}
+
+interface Kv @0xa1d7c05b9e34f218 {
+  # What a daemon offers to everyone who can open its socket.
+
+  hello @0 (hello :Hello) -> (reply :HelloReply);
+  # Opens a session. Must come first for everything but `status`.
+
+  status @1 () -> (status :Status);
+  # Facts for people and tools; cheap; needs no session.
+}
+
+struct Hello {
+  protocol @0 :UInt16;    # the caller's `protocolVersion`
+  software @1 :Text;      # for logs, e.g. "trikv 0.1.0, vllm 0.32.0"; at most 256 bytes
+}
+
+struct HelloReply {
+  union {
+    error @0 :Error;      # unsupported-version names both versions
+    ok :group {
+      protocol @1 :UInt16;
+      software @2 :Text;
+      epoch @3 :UInt64;             # differs after each start of the daemon
+      heartbeatSeconds @4 :Float32; # silence longer than this ends the session
+      session @5 :Session;
+    }
+  }
+}
+
+interface Session @0xb7e20f6d4c8a9135 {
+  # Holding it is being alive. When it is dropped, the connection breaks, or no call arrives for
+  # `heartbeatSeconds`, its copies are drained, its memory is forgotten and its leases end. Blocks stay.
+
+  declare @0 (instance :Instance) -> (reply :DeclareReply);
+  # By the scheduler: names the engine and everything that its bytes depend on.
+
+  register @1 (rank :Rank) -> (reply :RegisterReply);
+  # By a worker: where its part of every block lies. The memory must stay mapped while the session lives.
+  # An instance is ready, and its namespace known, when it is declared and all its ranks are registered.
+
+  query @2 (query :Query) -> (reply :QueryReply);
+  # How many leading blocks are at hand, with a lease on exactly these. Asking again for the same request
+  # renews or replaces its lease.
+
+  save @3 (save :Save) -> (reply :SaveReply);
+  # Copies blocks from the rank's memory. Answered when no byte of them will be read any more.
+
+  load @4 (load :Load) -> (reply :LoadReply);
+  # Copies leased blocks into the rank's memory. Answered when no byte will be written any more: a block
+  # reported as failed is never written after the reply.
+
+  release @5 (requests :List(Text)) -> ();
+  # These requests have ended (at most 4,096 a call): their leases end, their chains are forgotten.
+
+  heartbeat @6 () -> ();
+
+  reset @7 () -> (reply :ResetReply);
+  # Forgets every block of the instance's namespace, for all engines that share it (weights changed).
+}
+
+struct Field { name @0 :Text; value @1 :Text; }
+
+struct Instance {
+  name @0 :Text;          # unique per running engine, the same in all its processes; 1 to 256 bytes
+  rankCount @1 :UInt16;   # workers that hold a part of every block (tensor x pipeline parallel); 1 to 64
+  fields @2 :List(Field);
+  # Everything that the bytes of a block depend on and that is not in `Rank`: model config digest, weights
+  # identity, dtypes, block size, parallel split, hash algorithm, a probe hash, tenant salt. At most 128
+  # fields of 64 + 4,096 bytes, names unique. The namespace is a fingerprint of these and of all ranks'
+  # geometry; nothing is interpreted but two names: `model` (shown to people) and `hash_probe` (engines
+  # equal in all but this are told that they hash differently).
+}
+
+struct DeclareReply {
+  union {
+    error @0 :Error;
+    ok :group {
+      namespace @1 :Text;           # 32 hex digits, or empty while ranks are missing
+      notes @2 :List(Text);         # what the operator should know, one line each
+    }
+  }
+}
+
+struct Memory {
+  # One registered range of the rank's memory.
+  union {
+    process :group {                # the calling process's own memory (unix socket only)
+      address @0 :UInt64;
+      bytes @1 :UInt64;
+    }
+    cudaIpc :group {                # reserved for GPU memory: refused by a daemon without CUDA
+      handle @2 :Data;              # the raw 64-byte handle of the allocation
+      allocationBytes @3 :UInt64;
+      deviceUuid @4 :Data;          # 16 bytes
+    }
+  }
+}
+
+struct Piece {
+  # A contiguous run: piece of block b = memory[memory] + offset + b * stride, `bytes` long.
+  memory @0 :UInt16;
+  offset @1 :UInt64;
+  stride @2 :UInt64;
+  bytes @3 :UInt32;
+}
+
+struct Rank {
+  instance @0 :Text;
+  rank @1 :UInt16;
+  memories @2 :List(Memory);        # 1 to 4,096, shared by all groups
+  groups @3 :List(Group);           # 1 to 16
+  fences @4 :Fences;
+}
+
+struct Group {
+  # One cache group: blocks are keyed per group.
+  blockCount @0 :UInt32;            # engine blocks: ids run from 0 to blockCount - 1
+  pieces @1 :List(Piece);           # 1 to 65,536, in page order: a page is the pieces one after another
+  layout @2 :Text;                  # element type and order inside a piece, e.g. "float32/BHNC"; <= 256 bytes
+}
+
+struct Fences {
+  # An array of uint64 generation words in the caller's process memory. A save names one word and the
+  # generation it saw; raising the word makes that save void. So an engine can reuse blocks at once, even
+  # while the daemon is frozen: the daemon looks at the word after copying and before anything is visible.
+  address @0 :UInt64;
+  count @1 :UInt32;                 # 0: this rank uses no fences; at most 65,536
+}
+
+struct RegisterReply {
+  union {
+    error @0 :Error;
+    ok :group {
+      namespace @1 :Text;
+      pageBytes @2 :List(UInt64);   # a group: bytes of one block on this rank
+      notes @3 :List(Text);
+    }
+  }
+}
+
+struct Query {
+  request @0 :Text;                 # the engine's request id; 1 to 512 bytes
+  group @1 :UInt16;
+  hashBytes @2 :UInt8;
+  hashes @3 :Data;                  # the whole prompt's full blocks, from its first token; at most 65,536
+}
+
+struct QueryReply {
+  union {
+    error @0 :Error;
+    ok :group {
+      hitCount @1 :UInt32;          # leading blocks that can be loaded now
+      lease @2 :UInt64;             # 0 when hitCount is 0
+      leaseSeconds @3 :Float32;     # from now; renewed by asking again
+    }
+  }
+}
+
+struct Save {
+  rank @0 :UInt16;
+  group @1 :UInt16;
+  request @2 :Text;
+  first @3 :UInt32;                 # position in the request of the first of these blocks
+  hashBytes @4 :UInt8;
+  hashes @5 :Data;                  # at most 65,536
+  blocks @6 :Data;
+  fence @7 :UInt32;                 # index into `Fences`; ignored when the rank has none
+  generation @8 :UInt64;
+}
+
+struct SaveReply {
+  union {
+    error @0 :Error;
+    ok :group {
+      savedCount @1 :UInt32;        # copied now
+      presentCount @2 :UInt32;      # were there, or on their way, already
+      refusedCount @3 :UInt32;      # no room, fence raised, or memory gone
+    }
+  }
+}
+
+struct Load {
+  rank @0 :UInt16;
+  lease @1 :UInt64;
+  first @2 :UInt32;                 # position of the first block inside the lease
+  blocks @3 :Data;                  # where the blocks go; at most 65,536
+  budgetSeconds @4 :Float32;        # blocks not begun by then are reported as failed; 0: no limit
+}
+
+struct LoadReply {
+  union {
+    error @0 :Error;                # nothing was written, nothing will be
+    ok :group {
+      failed @1 :Data;              # positions in `blocks` (little-endian int32) that did not arrive
+    }
+  }
+}
+
+struct ResetReply {
+  union {
+    error @0 :Error;
+    ok :group { droppedCount @1 :UInt64; }
+  }
+}
+
+struct Counter { name @0 :Text; value @1 :UInt64; }
+
+struct Status {
+  software @0 :Text;
+  epoch @1 :UInt64;
+  uptimeSeconds @2 :Float64;
+  state @3 :Text;                   # serving, draining, or degraded: why
+  pool @4 :PoolStatus;
+  namespaces @5 :List(NamespaceStatus);
+  engines @6 :List(EngineStatus);
+  counters @7 :List(Counter);       # monotonic since start; names as in docs/metrics.md
+}
+
+struct PoolStatus {
+  capacityBytes @0 :UInt64;
+  usedBytes @1 :UInt64;             # pages of sealed and filling blocks
+  pinnedBytes @2 :UInt64;
+  slabBytes @3 :UInt64;
+  slabCount @4 :UInt32;
+  slabFreeCount @5 :UInt32;
+  blockCount @6 :UInt64;
+  fillingCount @7 :UInt64;
+  leaseCount @8 :UInt64;
+  backing @9 :Text;                 # hugetlb, huge pages on request, or 4 KiB pages
+}
+
+struct NamespaceStatus {
+  fingerprint @0 :Text;
+  model @1 :Text;
+  blockCount @2 :UInt64;
+  bytes @3 :UInt64;
+  engineCount @4 :UInt32;
+  fields @5 :List(Field);
+}
+
+struct EngineStatus {
+  name @0 :Text;
+  namespace @1 :Text;
+  rankCount @2 :UInt16;
+  ranksRegistered @3 :UInt16;
+  pids @4 :List(Int32);
+  state @5 :Text;                   # ready, or what is missing
+}

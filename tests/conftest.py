@@ -1,0 +1,116 @@
+"""What all tests share: hypothesis profiles, the order of the run, and children that die with it.
+
+Order: fast and telling first, so that a broken core fails in seconds and not after an engine start.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("gate", derandomize=True, max_examples=50, deadline=None)
+settings.register_profile(
+    "night", max_examples=5_000, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
+
+ROOT = Path(__file__).resolve().parent
+LAST = ("integration", "contract", "e2e", "gpu")  # folders from fast to slow; all others come first
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+def pytest_configure() -> None:
+    """Orphans of our children come to us, so that the end of the run can find them."""
+    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def rank(item: pytest.Item) -> int:
+        folder = item.path.relative_to(ROOT).parts[0]
+        return LAST.index(folder) + 1 if folder in LAST else 0
+
+    items.sort(key=rank)
+
+
+def pytest_sessionfinish() -> None:
+    left = descendants(os.getpid())
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if left:
+        warnings.warn(f"killed processes that tests left behind: {left}", stacklevel=1)
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start processes that end with the test, whole groups of them; see `started`."""
+    yield from started()
+
+
+@pytest.fixture(scope="module")
+def start_shared() -> Iterator[Start]:
+    """Like `start`, for a process that all tests of a module use."""
+    yield from started()
+
+
+def started() -> Iterator[Start]:
+    """Yield a `Popen` in text mode whose child leads a group of its own.
+
+    The group is killed at the end, and the child dies at once if the thread that started it does
+    (so start from the main thread).
+    """
+    children: list[subprocess.Popen[str]] = []
+
+    def start(args: list[str], **options: object) -> subprocess.Popen[str]:
+        child = subprocess.Popen(
+            args,
+            text=True,
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509  # one system call, no lock taken
+            **options,
+        )
+        children.append(child)
+        return child
+
+    try:
+        yield start
+    finally:
+        for child in children:
+            end(child)
+
+
+def end(child: subprocess.Popen[str]) -> None:
+    """Kill the group that `child` leads, its orphans too, and close our ends of its pipes."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    for pipe in (child.stdin, child.stdout, child.stderr):
+        if pipe is not None:
+            pipe.close()
+
+
+def die_with_parent() -> None:
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def descendants(pid: int) -> list[int]:
+    """Collect the living processes below `pid`, children before parents' next children."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = [int(child) for child in path.read_text().split()]
+        except OSError:  # the thread ended meanwhile
+            continue
+        for child in children:
+            found += [child, *descendants(child)]
+    return found

@@ -1,0 +1,105 @@
+"""What no linter checks: sizes, dead modules, and traces of the machine that a file was made on."""
+
+import ast
+import subprocess
+import tomllib
+from pathlib import Path
+
+import grimp
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULE_LINES_MAX = 400
+FUNCTION_LINES_MAX = 60
+FOLDERS = ("trikv", "tests", "examples", "bench", "tools")
+
+# Written apart, so that this file does not find itself.
+TRACES = [
+    "/" + "work/",
+    "../" + "shared",
+    "/" + "root/",
+    "/" + "home/",
+    "/opt/" + "pypi",
+    ".lib" + "rary/",
+]
+
+
+def sources() -> list[Path]:
+    return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def tracked() -> list[Path]:
+    """All files that a commit of everything would hold."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [path for name in names.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def test_modules_are_short() -> None:
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in sources()
+        if (lines := len(path.read_text().splitlines())) > MODULE_LINES_MAX
+    }
+    assert not long
+
+
+def test_functions_are_short() -> None:
+    long = {
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}": lines
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if (lines := (node.end_lineno or 0) - node.lineno + 1) > FUNCTION_LINES_MAX
+    }
+    assert not long
+
+
+def test_no_module_is_dead() -> None:
+    """Each module is imported by another one, is named in pyproject.toml, or can be run."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [*project["scripts"].values()]
+    named += [target for group in project["entry-points"].values() for target in group.values()]
+    entries = {target.split(":")[0] for target in named}
+    graph = grimp.build_graph("trikv", cache_dir=None)
+    dead = [
+        module
+        for module in sorted(graph.modules)
+        if module not in entries
+        and not graph.find_children(module)  # a package lives through its modules
+        and not graph.find_modules_that_directly_import(module)
+        and not is_program(module)
+    ]
+    assert not dead
+
+
+def is_program(module: str) -> bool:
+    path = ROOT / (module.replace(".", "/") + ".py")
+    return path.exists() and "\nif __name__ == " in path.read_text()
+
+
+def test_entry_points_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    targets = [
+        *project["scripts"].values(),
+        *project["entry-points"]["vllm.general_plugins"].values(),
+    ]
+    for target in targets:
+        module, function = target.split(":")
+        path = ROOT / (module.replace(".", "/") + ".py")
+        assert path.is_file(), target
+        names = [
+            node.name
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.FunctionDef)
+        ]
+        assert function in names, target
+
+
+def test_no_file_names_the_machine_it_was_made_on() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {trace}"
+        for path in tracked()
+        for trace in TRACES
+        if trace in path.read_bytes().decode("utf-8", errors="replace")
+    ]
+    assert not found

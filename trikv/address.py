@@ -1,0 +1,112 @@
+"""Where the daemon listens, and the order in which clients look for it.
+
+Decided here: the spelling of addresses and the search order, the same for daemon, connector and CLI.
+This file does not know sockets or RPC; it must stay importable in an engine's process.
+"""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+SYSTEM_SOCKET = "/run/trikv/trikv.sock"
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 50055
+UNIX_PATH_BYTES_MAX = 107  # sun_path of Linux, less the terminating zero
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A unix socket (`path`) or a TCP endpoint (`host`, `port`)."""
+
+    path: str = ""
+    host: str = ""
+    port: int = 0
+
+    @property
+    def is_unix(self) -> bool:
+        """True for a unix socket."""
+        return bool(self.path)
+
+    @property
+    def is_loopback(self) -> bool:
+        """True when only this machine can reach it."""
+        return self.is_unix or self.host in {"localhost", "::1"} or self.host.startswith("127.")
+
+    @property
+    def family(self) -> socket.AddressFamily:
+        """The socket family to create."""
+        if self.is_unix:
+            return socket.AF_UNIX
+        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
+
+    @property
+    def target(self) -> str | tuple[str, int]:
+        """What `connect` and `bind` take."""
+        return self.path if self.is_unix else (self.host, self.port)
+
+    def __str__(self) -> str:
+        if self.is_unix:
+            return f"unix:{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse(text: str) -> Address:
+    """Read `unix:/path`, `/path`, `host:port`, `[v6]:port` or `tcp:host:port`.
+
+    Raises:
+        ValueError: the message is one line and says what is expected.
+    """
+    rest = text.strip()
+    if rest.startswith(("unix:", "/")):
+        path = rest.removeprefix("unix:")
+        if not path.startswith("/"):
+            raise ValueError(f"{text!r}: a unix socket needs an absolute path")
+        if len(os.fsencode(path)) > UNIX_PATH_BYTES_MAX:
+            raise ValueError(
+                f"{text!r}: a unix socket path has at most {UNIX_PATH_BYTES_MAX} bytes"
+            )
+        return Address(path=path)
+    host, colon, port = rest.removeprefix("tcp:").rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or not 0 <= int(port) <= 65535:
+        raise ValueError(f"{text!r} is no address: expected unix:/path or host:port")
+    return Address(host=host, port=int(port))
+
+
+def explicit(environ: Mapping[str, str]) -> Address | None:
+    """The address that the environment names, if it does.
+
+    `TRIKV_SOCKET` (a path) comes before `TRIKV_HOST` and `TRIKV_PORT`.
+
+    Raises:
+        ValueError: a value cannot be read.
+    """
+    if path := environ.get("TRIKV_SOCKET"):
+        return parse(path if path.startswith(("unix:", "/")) else f"unix:{path}")
+    if "TRIKV_HOST" in environ or "TRIKV_PORT" in environ:
+        host = environ.get("TRIKV_HOST") or DEFAULT_HOST
+        port = environ.get("TRIKV_PORT") or str(DEFAULT_PORT)
+        return parse(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    return None
+
+
+def runtime_socket(environ: Mapping[str, str]) -> str | None:
+    """The socket path in the user's own runtime directory, where there is one."""
+    folder = environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
+    return f"{folder}/trikv/trikv.sock" if Path(folder).is_dir() else None
+
+
+def search(environ: Mapping[str, str], given: str | None = None) -> list[Address]:
+    """Addresses to try, best first: the given one or the environment's alone, else the usual places.
+
+    Raises:
+        ValueError: `given` or the environment cannot be read.
+    """
+    named = parse(given) if given else explicit(environ)
+    if named is not None:
+        return [named]
+    paths = [SYSTEM_SOCKET, runtime_socket(environ)]
+    found = [Address(path=path) for path in paths if path and Path(path).exists()]
+    return [*found, Address(host=DEFAULT_HOST, port=DEFAULT_PORT)]

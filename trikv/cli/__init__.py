@@ -1,0 +1,1 @@
+"""`trikv`: what an operator asks a running daemon."""

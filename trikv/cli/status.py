@@ -1,0 +1,149 @@
+"""`trikv status`: fetches a daemon's facts and shows them to a person (80 columns) or a program.
+
+Decided here: what a person sees first. This file does not know how the facts are made.
+"""
+
+import asyncio
+import json
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import capnp
+
+from trikv import wire
+from trikv.address import Address
+
+Facts = dict[str, Any]
+
+
+class DaemonUnreachableError(Exception):
+    """No daemon answered; the message is one line."""
+
+
+def fetch_status(places: Sequence[Address], *, timeout_s: float) -> Facts:
+    """Ask the first daemon that can be reached.
+
+    Raises:
+        DaemonUnreachableError: none of the places answered in time.
+    """
+    return asyncio.run(_fetch_first(places, timeout_s))
+
+
+async def _fetch_first(places: Sequence[Address], timeout_s: float) -> Facts:
+    async with capnp.kj_loop():
+        reasons = []
+        for place in places:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    facts = await _fetch(place)
+            except TimeoutError:
+                reasons.append(f"{place}: no answer within {timeout_s:g} s")
+            except OSError as error:
+                reasons.append(f"{place}: {error.strerror or error}")
+            except capnp.KjException as error:
+                reasons.append(f"{place}: {error.description.splitlines()[0]}")
+            else:
+                facts["addr"] = str(place)
+                return facts
+    raise DaemonUnreachableError("no daemon: " + "; ".join(reasons))
+
+
+async def _fetch(place: Address) -> Facts:
+    sock = socket.socket(place.family)
+    sock.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, place.target)
+    except BaseException:
+        sock.close()
+        raise
+    if place.is_unix:
+        stream = await capnp.AsyncIoStream.create_unix_connection(sock=sock)
+    else:
+        stream = await capnp.AsyncIoStream.create_connection(sock=sock)
+    client = capnp.TwoPartyClient(stream)
+    try:
+        reply = await client.bootstrap().cast_as(wire.SCHEMA.Kv).status()
+        facts: Facts = reply.status.to_dict()
+    finally:
+        stream.close()
+        client.close()
+    facts["counters"] = {row["name"]: row["value"] for row in facts["counters"]}
+    for namespace in facts["namespaces"]:
+        namespace["fields"] = {row["name"]: row["value"] for row in namespace["fields"]}
+    return facts
+
+
+def print_json(facts: Facts) -> None:
+    """Everything, as one JSON object."""
+    print(json.dumps(facts, indent=2))
+
+
+def print_table(facts: Facts) -> None:
+    """What an operator looks at, in 80 columns."""
+    print("\n".join(render(facts)))
+
+
+def render(facts: Facts) -> list[str]:
+    """The lines of the table."""
+    pool = facts["pool"]
+    used = pool["usedBytes"] / pool["capacityBytes"]
+    lines = [
+        f"{facts['software']} at {facts['addr']}, {facts['state']}, up {_span(facts['uptimeSeconds'])}",
+        "",
+        f"pool      {_size(pool['usedBytes'])} of {_size(pool['capacityBytes'])} used ({used:.0%}), "
+        f"{pool['blockCount']} blocks, {pool['fillingCount']} filling, {pool['backing']}",
+        f"leases    {pool['leaseCount']} hold {_size(pool['pinnedBytes'])}",
+        f"slabs     {pool['slabFreeCount']} of {pool['slabCount']} free, {_size(pool['slabBytes'])} each",
+        *_traffic(facts["counters"]),
+    ]
+    lines += ["", f"{'namespace':<10}{'blocks':>9}{'size':>11}{'engines':>9}  model"]
+    for row in facts["namespaces"]:
+        size = _size(row["bytes"])
+        lines.append(
+            f"{row['fingerprint'][:8]:<10}{row['blockCount']:>9}{size:>11}{row['engineCount']:>9}  {_cut(row['model'], 39)}"
+        )
+    lines += ["", f"{'engine':<38}{'namespace':<11}{'ranks':<7}state"]
+    for row in facts["engines"]:
+        ranks = f"{row['ranksRegistered']}/{row['rankCount']}"
+        lines.append(
+            f"{_cut(row['name'], 37):<38}{row['namespace'][:8]:<11}{ranks:<7}{_cut(row['state'], 24)}"
+        )
+    return lines
+
+
+def _traffic(counters: dict[str, int]) -> list[str]:
+    asked = counters["trikv_query_blocks_total"]
+    hits = counters["trikv_query_hit_blocks_total"]
+    rate = f"{hits / asked:.1%} of blocks asked for" if asked else "nothing asked yet"
+    return [
+        f"queries   {counters['trikv_query_total']}, hit rate {rate}",
+        f"loads     {counters['trikv_load_blocks_total']} blocks ({_size(counters['trikv_load_bytes_total'])}), "
+        f"{counters['trikv_load_failed_blocks_total']} failed",
+        f"saves     {counters['trikv_save_blocks_total']} blocks ({_size(counters['trikv_save_bytes_total'])}), "
+        f"{counters['trikv_save_present_blocks_total']} were there, "
+        f"{counters['trikv_save_refused_blocks_total']} refused",
+        f"evicted   {counters['trikv_evicted_blocks_total']} blocks",
+    ]
+
+
+def _size(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def _span(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = ((days, "d"), (hours, "h"), (minutes, "m"), (rest, "s"))
+    shown = [f"{count} {unit}" for count, unit in parts if count][:2]
+    return " ".join(shown) or "0 s"
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"

@@ -1,0 +1,269 @@
+"""The daemon's settings: one table of options feeds flags, environment, TOML file and documentation.
+
+Decided here: names, defaults, units and bounds of every setting, and which source wins: flag, then
+environment (`TRIKV_POOL_SIZE`), then file (`pool-size = "30gb"`), then default. This file does not know
+what the settings are for.
+"""
+
+import argparse
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from trikv import __version__
+
+UNITS: Final = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40}
+
+
+class SettingError(ValueError):
+    """A setting cannot be used; the message is one line that names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the daemon runs with; see OPTIONS for meaning and units."""
+
+    addr: str | None
+    pool_size: int | None
+    slab_size: int | None
+    use_hugepages: bool
+    max_blocks: int | None
+    max_engines: int
+    copy_threads: int
+    lease_seconds: float
+    heartbeat_seconds: float
+    fill_seconds: float
+    drain_seconds: float
+    log_level: str
+    log_format: str
+
+
+def read_bytes(text: str) -> int:
+    """Read `30gb`, `512MB`, `4096`; units are 1,024-based.
+
+    Raises:
+        ValueError: not a size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", text.lower())
+    if match is None:
+        raise ValueError("expected a size such as 512mb or 30gb")
+    unit = match[2].replace("i", "")
+    return int(float(match[1]) * UNITS[unit if unit.endswith("b") or not unit else f"{unit}b"])
+
+
+def read_bool(text: str) -> bool:
+    """Read true/false, yes/no, on/off, 1/0.
+
+    Raises:
+        ValueError: none of these.
+    """
+    word = text.strip().lower()
+    if word in {"true", "yes", "on", "1"}:
+        return True
+    if word in {"false", "no", "off", "0"}:
+        return False
+    raise ValueError("expected true or false")
+
+
+def _number(kind: Callable[[str], Any], low: float, high: float) -> Callable[[str], Any]:
+    def read(text: str) -> Any:  # noqa: ANN401  # int or float, as the option says
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:
+            raise ValueError(f"expected a number from {low:g} to {high:g}")
+        return value
+
+    return read
+
+
+def _choice(*words: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"expected one of {', '.join(words)}")
+        return text
+
+    return read
+
+
+def _size(low: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        value = read_bytes(text)
+        if value < low:
+            raise ValueError(f"must be at least {low} bytes")
+        return value
+
+    return read
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One setting."""
+
+    name: str  # as a flag, without the dashes
+    read: Callable[[str], Any]
+    default: Any
+    help: str
+
+    @property
+    def key(self) -> str:
+        """Its name in `Settings`."""
+        return self.name.replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        """Its name in the environment."""
+        return f"TRIKV_{self.key.upper()}"
+
+
+OPTIONS: Final = (
+    Option(
+        "addr",
+        str,
+        None,
+        "unix:/path or host:port to listen on; default: TRIKV_SOCKET, TRIKV_HOST and TRIKV_PORT, "
+        "/run/trikv/trikv.sock, the user's runtime directory, 127.0.0.1:50055: the first that can be used",
+    ),
+    Option(
+        "pool-size",
+        _size(4 << 20),
+        None,
+        "host memory for blocks, e.g. 30gb; default: half of what is available",
+    ),
+    Option(
+        "slab-size",
+        _size(1 << 20),
+        None,
+        "unit in which models take room from each other; default: a 64th of the pool, 2mb to 1gb",
+    ),
+    Option(
+        "use-hugepages",
+        read_bool,
+        False,
+        "back the pool with reserved 2 MiB pages (vm.nr_hugepages)",
+    ),
+    Option(
+        "max-blocks",
+        _number(int, 1, 1 << 30),
+        None,
+        "rows of the index; default: one a 4 KiB page of the pool, at most 16 million",
+    ),
+    Option("max-engines", _number(int, 1, 4096), 64, "engines that may be attached at once"),
+    Option(
+        "copy-threads",
+        _number(int, 1, 64),
+        2,
+        "threads that copy in each direction, for engines without a GPU",
+    ),
+    Option(
+        "lease-seconds",
+        _number(float, 1, 3600),
+        30.0,
+        "how long blocks found by a query stay loadable",
+    ),
+    Option(
+        "heartbeat-seconds",
+        _number(float, 0.5, 3600),
+        10.0,
+        "silence after which an engine counts as gone",
+    ),
+    Option(
+        "fill-seconds",
+        _number(float, 1, 3600),
+        30.0,
+        "time in which all ranks must have saved a block",
+    ),
+    Option(
+        "drain-seconds", _number(float, 0, 600), 5.0, "time that calls in flight get at SIGTERM"
+    ),
+    Option(
+        "log-level",
+        _choice("debug", "info", "warning", "error"),
+        "info",
+        "debug, info, warning or error",
+    ),
+    Option(
+        "log-format",
+        _choice("auto", "console", "json"),
+        "auto",
+        "console, json, or auto: console on a terminal",
+    ),
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SettingError(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `trikv-daemon`."""
+    made = _Parser(
+        prog="trikv-daemon",
+        description="Keeps vLLM's KV blocks on this host while engines come and go.",
+        epilog="Each setting is also read from the environment (--pool-size: TRIKV_POOL_SIZE) and from --config.",
+        allow_abbrev=False,
+    )
+    made.add_argument("--version", action="version", version=f"trikv-daemon {__version__}")
+    made.add_argument(
+        "--config", metavar="FILE", help="TOML file of settings, named as the flags (TRIKV_CONFIG)"
+    )
+    for option in OPTIONS:
+        shown = f"{option.help} [{option.default}]" if option.default is not None else option.help
+        if option.read is read_bool:
+            made.add_argument(
+                f"--{option.name}", nargs="?", const="true", metavar="true|false", help=shown
+            )
+        else:
+            made.add_argument(f"--{option.name}", metavar="VALUE", help=shown)
+    return made
+
+
+def load(arguments: Sequence[str], environ: Mapping[str, str]) -> Settings:
+    """Read settings from all sources.
+
+    Raises:
+        SettingError: the message is one line and names the setting and where it came from.
+    """
+    given = vars(parser().parse_args(arguments))
+    path = given["config"] or environ.get("TRIKV_CONFIG")
+    file = _read_file(path) if path else {}
+    values = {}
+    for option in OPTIONS:
+        source, text = _first(
+            (f"--{option.name}", given[option.key]),
+            (option.variable, environ.get(option.variable)),
+            (f"{path}: {option.name}", file.get(option.name)),
+        )
+        try:
+            values[option.key] = option.default if text is None else option.read(text)
+        except ValueError as error:
+            raise SettingError(f"{source}: {text!r}: {error}") from None
+    return Settings(**values)
+
+
+def _first(*sources: tuple[str, str | None]) -> tuple[str, str | None]:
+    return next(((name, text) for name, text in sources if text not in {None, ""}), ("", None))
+
+
+def _read_file(path: str) -> dict[str, str]:
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingError(f"--config: {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingError(f"--config: {path}: {error}") from None
+    known = {option.name for option in OPTIONS}
+    for name, value in table.items():
+        if name not in known:
+            raise SettingError(f"{path}: unknown setting {name!r}")
+        if not isinstance(value, str | int | float):
+            raise SettingError(f"{path}: {name}: expected a text, a number, true or false")
+    return {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in table.items()
+    }

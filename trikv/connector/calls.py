@@ -1,0 +1,137 @@
+"""The session's methods as typed calls: plain records in, futures of plain records out.
+
+Decided here: which calls have a deadline. A load and a save have none: their answer says that memory is
+no longer touched, and nothing but it does. This file does not know connections or vLLM.
+"""
+
+import concurrent.futures
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from trikv.connector.client import Attached, Client, checked
+from trikv.connector.jobs import LoadJob, SaveJob
+from trikv.wire import REQUESTS_MAX, ids_to_array
+
+SAVE_RETRY_S: Final = 1.0
+RESET_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How many leading blocks can be loaded, and the promise on them."""
+
+    hit_count: int
+    lease: int  # 0: none
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What became of the blocks of one save."""
+
+    saved_count: int
+    present_count: int
+    refused_count: int
+
+
+class Calls:
+    """What the connector's halves ask of a daemon."""
+
+    def __init__(self, client: Client, rank: int = 0) -> None:
+        self.client = client
+        self._rank = rank
+
+    @property
+    def attached(self) -> Attached | None:
+        """The daemon that has accepted us."""
+        return self.client.attached
+
+    @property
+    def is_ready(self) -> bool:
+        """True when a call would be sent."""
+        return self.client.is_ready
+
+    def query(
+        self, request: str, hash_bytes: int, hashes: bytes
+    ) -> "concurrent.futures.Future[Answer]":
+        """Ask how much of a prompt is at hand; again renews the lease."""
+        body = {"request": request, "group": 0, "hashBytes": hash_bytes, "hashes": hashes}
+        return self.client.call("query", {"query": body}, _read_answer)
+
+    def save(
+        self, job: SaveJob, fence: int, generation: int
+    ) -> "concurrent.futures.Future[Saved]":
+        """Copy blocks out of this rank's memory."""
+        body = {
+            "rank": self._rank,
+            "group": 0,
+            "request": job.request,
+            "first": job.first,
+            "hashBytes": job.hash_bytes,
+            "hashes": job.hashes,
+            "blocks": job.blocks,
+            "fence": fence,
+            "generation": generation,
+        }
+        return self.client.call(
+            "save", {"save": body}, _read_saved, deadline_s=None, retry_s=SAVE_RETRY_S
+        )
+
+    def load(
+        self, job: LoadJob, via: Attached, budget_s: float
+    ) -> "concurrent.futures.Future[tuple[int, ...]]":
+        """Copy leased blocks into this rank's memory; the future holds positions that did not arrive."""
+        body = {
+            "rank": self._rank,
+            "lease": job.lease,
+            "first": job.first,
+            "blocks": job.blocks,
+            "budgetSeconds": budget_s,
+        }
+        return self.client.call("load", {"load": body}, _read_failed, deadline_s=None, via=via)
+
+    def release(self, requests: Sequence[str]) -> None:
+        """Tell that requests have ended; nobody waits for the answer."""
+        for at in range(0, len(requests), REQUESTS_MAX):
+            part = list(requests[at : at + REQUESTS_MAX])
+            self.client.call("release", {"requests": part}, _read_nothing)
+
+    def reset(self) -> "concurrent.futures.Future[int]":
+        """Forget every block of our namespace; the future holds how many."""
+        return self.client.call("reset", {}, _read_dropped, deadline_s=RESET_S)
+
+
+def _read_answer(response: Any) -> Answer:  # noqa: ANN401
+    ok = checked(response.reply)
+    return Answer(int(ok.hitCount), int(ok.lease), float(ok.leaseSeconds))
+
+
+def _read_saved(response: Any) -> Saved:  # noqa: ANN401
+    ok = checked(response.reply)
+    return Saved(int(ok.savedCount), int(ok.presentCount), int(ok.refusedCount))
+
+
+def _read_failed(response: Any) -> tuple[int, ...]:  # noqa: ANN401
+    return tuple(ids_to_array(bytes(checked(response.reply).failed), "failed").tolist())
+
+
+def _read_dropped(response: Any) -> int:  # noqa: ANN401
+    return int(checked(response.reply).droppedCount)
+
+
+def _read_nothing(_response: Any) -> None:  # noqa: ANN401
+    return None
+
+
+def pack(blocks: Sequence[int]) -> bytes:
+    """Engine block ids as the wire wants them."""
+    return np.asarray(blocks, dtype="<i4").tobytes()
+
+
+def unpack(blob: bytes) -> list[int]:
+    """The ids that `pack` took."""
+    ids: list[int] = np.frombuffer(blob, dtype="<i4").tolist()
+    return ids

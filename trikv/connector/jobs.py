@@ -1,0 +1,51 @@
+"""What the two halves of the connector tell each other, once a step.
+
+Decided here: nothing; plain records of bytes and numbers that survive pickling between processes and
+between daemon versions. This file does not know vLLM, sockets or tensors.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Blocks of a lease that one request waits for."""
+
+    request: str
+    lease: int  # 0: there is none, the load must fail
+    first: int  # position inside the lease
+    blocks: bytes  # engine block ids, little-endian int32
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """Blocks of one request that are complete when the step's forward has run."""
+
+    number: int  # unique in this engine
+    request: str
+    first: int  # position inside the request
+    hash_bytes: int
+    hashes: bytes
+    blocks: bytes  # as above
+
+
+@dataclass(frozen=True, slots=True)
+class StepJobs:
+    """Scheduler to worker: what one step starts and gives up."""
+
+    loads: tuple[LoadJob, ...] = ()
+    saves: tuple[SaveJob, ...] = ()
+    preempted: frozenset[str] = frozenset()  # their blocks may be overwritten in this very step
+    delayed: tuple[str, ...] = ()  # ended; their blocks are kept until reported as sent
+
+
+@dataclass(slots=True)
+class Report:
+    """Worker to scheduler: saves that read no memory any more, by number of ranks that say so."""
+
+    answered: dict[int, int] = field(default_factory=dict)
+
+    def add(self, other: "Report") -> None:
+        """Count another rank's report, or a later one of the same rank."""
+        for number, ranks in other.answered.items():
+            self.answered[number] = self.answered.get(number, 0) + ranks

@@ -1,0 +1,431 @@
+"""The scheduler's half: what to promise, what to load, what to save, what to hold back.
+
+Decided here: every answer that vLLM's scheduler gets. All hooks run on its thread and none waits; look-ups
+run in the background and are collected when they are asked for. This file does not know sockets, tensors
+or vLLM's classes: it reads a few attributes of requests and scheduler outputs.
+
+A request's life, as far as it is kept here:
+
+    looked up   a query is out or answered; nothing that a lease's deadline would not undo
+    loading     blocks were promised and given; until the worker reports its id
+    running     blocks that are full and hashed are saved, once each
+    held        ended with saves under way: its blocks stay until the worker reports its id
+"""
+
+import concurrent.futures
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from trikv.connector.calls import Answer, Calls, pack, unpack
+from trikv.connector.client import CallError
+from trikv.connector.jobs import LoadJob, Report, SaveJob, StepJobs
+from trikv.connector.tally import Tally
+from trikv.wire import BLOCKS_MAX, HASH_BYTES, REQUEST_BYTES_MAX
+
+SAVE_BLOCKS_MAX: Final = 16_384
+"""Blocks of one save: longer ones are cut, so that a message stays small."""
+MISS_S: Final = 10.0
+"""How long "nothing there" is believed; a waiting request is looked up again at half of it."""
+MARGIN_S: Final = 1.0
+"""A lease nearer to its end than this is not promised: the load must reach the daemon first."""
+
+
+@dataclass(slots=True)
+class _Lookup:
+    """One query, out or answered."""
+
+    future: "concurrent.futures.Future[Answer]"
+    sent_s: float
+    attachment: int
+
+
+@dataclass(slots=True)
+class _Found:
+    """What a query found, and until when that may be promised."""
+
+    hit_count: int
+    lease: int
+    granted_s: float
+    lease_s: float
+    attachment: int
+
+    def is_usable(self, now_s: float) -> bool:
+        return now_s < self.granted_s + self.lease_s - min(MARGIN_S, self.lease_s / 4)
+
+    def is_aging(self, now_s: float) -> bool:
+        return now_s >= self.granted_s + self.lease_s / 2
+
+
+@dataclass(slots=True)
+class _Track:
+    """What is known of one request."""
+
+    request: Any
+    is_cacheable: bool
+    blocks: list[int] = field(default_factory=list)
+    local_count: int = 0  # blocks that the engine itself has, at the last ask
+    lookup: _Lookup | None = None
+    found: _Found | None = None
+    asked_s: float | None = None  # first ask that found no answer
+    known_count: int = 0  # leading blocks that the daemon has
+    saved_count: int = 0  # leading blocks that it has or was given
+    attachment: int = 0  # of saved_count
+    loading: LoadJob | None = None
+    has_failed: bool = False  # a load went wrong: nothing is promised again
+    saving: dict[int, int] = field(default_factory=dict)  # number of a save: ranks yet to answer
+    has_spoken: bool = False  # the daemon has heard of it
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the user may set, and what the engine's shape sets."""
+
+    block_tokens: int
+    rank_count: int = 1
+    query_s: float = 0.1
+    saves: bool = True
+    loads: bool = True
+
+
+class SchedulerHalf:
+    """Answers vLLM's scheduler from memory; talks to the daemon in the background."""
+
+    def __init__(
+        self,
+        calls: Calls,
+        policy: Policy,
+        log: logging.Logger,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._calls = calls
+        self._policy = policy
+        self._log = log
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._tracks: dict[str, _Track] = {}
+        self._loads: list[LoadJob] = []
+        self._delayed: list[str] = []
+        self._ended_loading: dict[str, _Track] = {}  # ended, load in flight: freed by its report
+        self._held: dict[str, _Track] = {}
+        self._savers: dict[int, _Track] = {}  # by number of a save under way
+        self._releases: list[str] = []
+        self._is_late = False
+        self._has_said_hit = False
+        self.tally = Tally()
+
+    # -- looking up ------------------------------------------------------------------------------
+
+    def add(self, request: Any) -> None:  # noqa: ANN401
+        """A request has arrived: start its query now, it may be scheduled in a moment."""
+        track = self._track(request)
+        if track.is_cacheable:
+            self._look_up(track)
+
+    def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401
+        """How many tokens behind `computed_tokens` can be loaded; None: ask again.
+
+        Free of effects that cannot be repeated: a lease that is not used ends by itself.
+        """
+        track = self._track(request)
+        tokens = self._policy.block_tokens
+        track.local_count = computed_tokens // tokens
+        # At least one token must be left to compute, whole blocks only.
+        wanted = (request.num_tokens - 1) // tokens - track.local_count
+        if wanted <= 0 or not track.is_cacheable or track.has_failed or track.loading:
+            return 0, False
+        now_s = self._clock()
+        self._collect(track, now_s)
+        if track.found is not None and track.found.is_aging(now_s) and track.lookup is None:
+            self._look_up(track)
+            if track.found.lease and track.lookup is not None:
+                track.found = None  # the answer may replace the lease: not promised meanwhile
+        found = track.found
+        if found is None or not found.is_usable(now_s):
+            return self._ask_later(track, now_s)
+        track.asked_s = None
+        count = min(found.hit_count - track.local_count, wanted)
+        return (count * tokens, True) if count > 0 else (0, False)
+
+    def _ask_later(self, track: _Track, now_s: float) -> tuple[int | None, bool]:
+        """No answer is there: wait for one, but never longer than the engine is willing to."""
+        if track.lookup is None:
+            self._look_up(track)
+        if track.lookup is None:
+            return 0, False
+        if track.asked_s is None:
+            track.asked_s = now_s
+        if now_s - track.asked_s >= self._policy.query_s or self._is_late:
+            if not self._is_late:
+                self.tally.add("queries_late")
+            self._is_late = True  # nobody else waits until some answer arrives
+            return 0, False
+        return None, False
+
+    def _track(self, request: Any) -> _Track:  # noqa: ANN401
+        track = self._tracks.get(request.request_id)
+        if track is None:
+            track = _Track(request=request, is_cacheable=self._is_cacheable(request))
+            self._tracks[request.request_id] = track
+        return track
+
+    def _is_cacheable(self, request: Any) -> bool:  # noqa: ANN401
+        """Requests whose block hashes name their bytes in every engine of the namespace.
+
+        An adapter is hashed by its name only, and a resumable request may change tokens it was hashed by.
+        """
+        if getattr(request, "lora_request", None) is not None:
+            self.tally.add("requests_with_adapter")
+            return False
+        return not getattr(request, "resumable", False) and (
+            0 < len(request.request_id.encode()) <= REQUEST_BYTES_MAX
+        )
+
+    def _look_up(self, track: _Track) -> None:
+        """Send the query of all full blocks, if there is someone to answer it."""
+        request, attached = track.request, self._calls.attached
+        hashes = request.block_hashes[:BLOCKS_MAX]
+        if (
+            not self._policy.loads
+            or attached is None
+            or not self._calls.is_ready
+            or not hashes
+            or len(hashes[0]) not in HASH_BYTES
+            or request.num_tokens <= self._policy.block_tokens
+        ):
+            return
+        future = self._calls.query(request.request_id, len(hashes[0]), b"".join(hashes))
+        track.lookup = _Lookup(future, self._clock(), attached.number)
+        track.has_spoken = True
+        self.tally.add("queries")
+
+    def _collect(self, track: _Track, now_s: float) -> None:
+        """Take the answer of a query that has arrived."""
+        lookup = track.lookup
+        if lookup is None or not lookup.future.done():
+            return
+        track.lookup = None
+        self._is_late = False
+        try:
+            answer = lookup.future.result()
+        except CallError:
+            self.tally.add("queries_failed")
+            answer = Answer(0, 0, 0.0)
+        lease_s = answer.lease_s if answer.lease else MISS_S
+        # The lease began after the query was sent: counted from there it can only seem shorter.
+        track.found = _Found(
+            answer.hit_count, answer.lease, lookup.sent_s, lease_s, lookup.attachment
+        )
+        if lookup.attachment == self._attachment():
+            track.known_count = answer.hit_count
+
+    # -- admission -------------------------------------------------------------------------------
+
+    def admit(self, request: Any, blocks: Iterable[int], external_tokens: int) -> None:  # noqa: ANN401
+        """The request has its blocks; load the first `external_tokens` behind the local hit."""
+        track = self._track(request)
+        track.blocks = list(blocks)
+        if external_tokens <= 0:
+            return
+        tokens = self._policy.block_tokens
+        count = -(-external_tokens // tokens)
+        first = track.local_count
+        found, track.found = track.found, None  # a load uses its lease up
+        job = LoadJob(
+            request=request.request_id,
+            lease=found.lease if found is not None else 0,
+            first=first,
+            blocks=pack(track.blocks[first : first + count]),
+        )
+        track.loading = job
+        self._loads.append(job)
+        self.tally.add("hit_blocks", count)
+        self.tally.add("hit_requests")
+        if not self._has_said_hit:
+            self._has_said_hit = True
+            self._log.info(
+                "TriKV: first hit: loading %d of %d tokens of request %s",
+                count * tokens,
+                request.num_tokens,
+                request.request_id,
+            )
+
+    def _attachment(self) -> int:
+        attached = self._calls.attached
+        return attached.number if attached is not None else 0
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def step(self, output: Any) -> StepJobs:  # noqa: ANN401
+        """What this step's workers have to do. Loads are handed over whatever else goes wrong."""
+        preempted = frozenset(getattr(output, "preempted_req_ids", None) or ())
+        for request_id in preempted:
+            self._preempt(request_id)
+        loads, self._loads = tuple(self._loads), []
+        delayed, self._delayed = tuple(self._delayed), []
+        saves: list[SaveJob] = []
+        try:
+            saves = self._saves(output)
+            self._release()
+        except Exception:
+            self._log.exception("TriKV: a step's saves were not planned")
+        return StepJobs(loads, tuple(saves), preempted, delayed)
+
+    def _preempt(self, request_id: str) -> None:
+        """Its blocks are gone; the workers void the saves that may still read them."""
+        track = self._tracks.get(request_id)
+        if track is not None:
+            track.blocks, track.found = [], None
+            track.saved_count = 0
+            self._forget_saves(track)
+
+    def _saves(self, output: Any) -> list[SaveJob]:  # noqa: ANN401
+        computed: dict[str, int] = {}
+        for new in output.scheduled_new_reqs:
+            computed[new.req_id] = new.num_computed_tokens
+            self._set_blocks(new.req_id, new.block_ids[0], is_all=True)
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            computed[request_id] = cached.num_computed_tokens[index]
+            new_blocks = cached.new_block_ids[index]
+            if new_blocks is not None:
+                is_all = request_id in cached.resumed_req_ids
+                self._set_blocks(request_id, new_blocks[0], is_all=is_all)
+        if not self._policy.saves or not self._calls.is_ready:
+            return []
+        jobs: list[SaveJob] = []
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            track = self._tracks.get(request_id)
+            if track is not None and track.is_cacheable:
+                end = (computed.get(request_id, 0) + scheduled) // self._policy.block_tokens
+                jobs.extend(self._save(track, end))
+        return jobs
+
+    def _set_blocks(self, request_id: str, blocks: Iterable[int], *, is_all: bool) -> None:
+        track = self._tracks.get(request_id)
+        if track is None:
+            return
+        if is_all:
+            track.blocks = list(blocks)
+        else:
+            track.blocks.extend(blocks)
+
+    def _save(self, track: _Track, end: int) -> list[SaveJob]:
+        """Saves of the blocks before `end` that are hashed and were not given yet.
+
+        Hashes cover confirmed tokens only, so with asynchronous scheduling or speculation they lag:
+        what is cut off here is looked at again in the next step.
+        """
+        hashes = track.request.block_hashes
+        end = min(end, len(hashes), len(track.blocks), BLOCKS_MAX)
+        attachment = self._attachment()
+        if track.attachment != attachment:  # another daemon, or a new session: it may have forgotten
+            track.attachment, track.saved_count = attachment, 0
+            if track.found is None or track.found.attachment != attachment:
+                track.known_count = 0
+        self._collect(track, self._clock())
+        start = max(track.saved_count, track.known_count)
+        if 0 in track.blocks[start:end]:  # the null block: never read, and nothing behind it can be hit
+            end = start + track.blocks[start:end].index(0)
+        jobs = []
+        for first in range(start, end, SAVE_BLOCKS_MAX):
+            last = min(first + SAVE_BLOCKS_MAX, end)
+            job = SaveJob(
+                number=next(self._numbers),
+                request=track.request.request_id,
+                first=first,
+                hash_bytes=len(hashes[first]),
+                hashes=b"".join(hashes[first:last]),
+                blocks=pack(track.blocks[first:last]),
+            )
+            track.saving[job.number] = self._policy.rank_count
+            self._savers[job.number] = track
+            jobs.append(job)
+        if end > start:
+            track.saved_count = end
+            track.has_spoken = True
+            self.tally.add("save_blocks", end - start)
+        return jobs
+
+    def update(
+        self,
+        report: Report | None,
+        loaded: Iterable[str],
+        sent: Iterable[str],
+        invalid: frozenset[int],
+    ) -> None:
+        """What the workers have said about the last step."""
+        if invalid:
+            self._note_failures(invalid)
+        for request_id in loaded:
+            track = self._ended_loading.pop(request_id, None) or self._tracks.get(request_id)
+            if track is not None:
+                track.loading = None
+        for request_id in sent:
+            track = self._held.pop(request_id, None)
+            if track is not None:
+                self._forget_saves(track)
+                self._release_after(track)
+        for number, ranks in (report.answered if report is not None else {}).items():
+            track = self._savers.get(number)
+            if track is None:
+                continue
+            track.saving[number] -= ranks
+            if track.saving[number] <= 0:
+                del track.saving[number], self._savers[number]
+
+    def _note_failures(self, invalid: frozenset[int]) -> None:
+        """Promise nothing again to requests whose loads have failed: they would ask for ever."""
+        for track in itertools.chain(self._tracks.values(), self._ended_loading.values()):
+            if track.loading is not None and invalid.intersection(unpack(track.loading.blocks)):
+                track.has_failed = True
+                track.known_count = track.saved_count = 0
+                self.tally.add("loads_failed")
+
+    def _forget_saves(self, track: _Track) -> None:
+        for number in track.saving:
+            self._savers.pop(number, None)
+        track.saving.clear()
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def finish(self, request_id: str) -> bool:
+        """The request has ended; True: keep its blocks until a worker reports it as sent.
+
+        Never while its load is in flight: then the load's report frees the blocks, and a second report
+        would end the engine.
+        """
+        track = self._tracks.pop(request_id, None)
+        if track is None:
+            return False
+        if track.loading is not None:
+            self._ended_loading[request_id] = track
+            self._release_after(track)
+            return False
+        if track.saving:
+            self._held[request_id] = track
+            self._delayed.append(request_id)
+            return True
+        self._release_after(track)
+        return False
+
+    def _release_after(self, track: _Track) -> None:
+        """Release once a query that is still out has been answered, for it grants a lease."""
+        request_id = track.request.request_id
+        if track.lookup is not None and not track.lookup.future.done():
+            track.lookup.future.add_done_callback(lambda _: self._calls.release([request_id]))
+        elif track.has_spoken:
+            self._releases.append(request_id)
+
+    def _release(self) -> None:
+        if self._releases:
+            requests, self._releases = self._releases, []
+            self._calls.release(requests)  # to nobody: a lost session's leases have ended anyway
+
+    @property
+    def has_pending(self) -> bool:
+        """True while an ended request's blocks wait for a worker's report."""
+        return bool(self._held or self._ended_loading)

@@ -1,0 +1,269 @@
+"""The worker's half: hands copies to the daemon and reports, once and never too early, that they ended.
+
+Decided here: when a load has surely ended, and when a save's source may be overwritten. This file does not
+know sockets, vLLM's classes or which blocks are worth anything.
+
+A load is reported when one of these is known:
+
+    answered    the daemon has answered: no byte is written any more
+    not sent    it never left this process
+    dead        the connection broke, and the daemon's process has ended
+    fenced      the connection broke, and the same daemon has accepted this rank again, which it does only
+                after the old session's copies have ended
+
+A save reads only. It is over when answered, or when its fence was raised: then the daemon throws away what
+it may still read. So nothing ever waits for a save but an ended request's blocks, for `save_s` at most.
+"""
+
+import concurrent.futures
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from trikv.connector import layouts
+from trikv.connector.calls import Calls, Saved, unpack
+from trikv.connector.client import AbsentError, Attached, CallError, Introduction, UnknownError
+from trikv.connector.fences import Fences
+from trikv.connector.jobs import LoadJob, Report, SaveJob
+from trikv.connector.tally import Tally
+
+SAVE_S: Final = 2.0
+"""How long an ended request's blocks are kept for a save that is not answered."""
+
+
+@dataclass(slots=True)
+class _Loading:
+    job: LoadJob
+    via: Attached | None
+    future: "concurrent.futures.Future[tuple[int, ...]] | None"  # None: not sent
+
+
+@dataclass(slots=True)
+class _Saving:
+    """Saves of one request that may still read its blocks."""
+
+    fence: int
+    jobs: "dict[int, concurrent.futures.Future[Saved]]" = field(default_factory=dict)
+
+
+class WorkerHalf:
+    """One rank's copies. All methods run on the worker's main thread and never wait."""
+
+    def __init__(
+        self,
+        calls: Calls,
+        log: logging.Logger,
+        *,
+        save_s: float = SAVE_S,
+        load_s: float = 0.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._calls = calls
+        self._log = log
+        self._clock = clock
+        self._save_s, self._load_s = save_s, load_s
+        self._fences = Fences()
+        self._is_registered = False
+        self._tensors: object = None
+        self._loading: dict[str, _Loading] = {}
+        self._saving: dict[str, _Saving] = {}
+        self._delayed: dict[str, float] = {}  # ended requests, and until when their saves may last
+        self._invalid: set[int] = set()
+        self._report = Report()
+        self.tally = Tally()
+
+    def register(
+        self,
+        instance: str,
+        rank: int,
+        tensors: Mapping[str, layouts.Tensor],
+        block_count: int,
+        page_bytes: int | Mapping[str, int],
+    ) -> None:
+        """Offer the KV tensors to the daemon, from now on and after each reconnect.
+
+        Raises:
+            layouts.LayoutError: they cannot be described; nothing was offered.
+        """
+        plan = layouts.pieces(tensors, block_count, page_bytes)
+        foreign = {memory.device for memory in plan.memories} - {"cpu"}
+        if foreign:
+            self._log.warning(
+                "TriKV: GPU memory is not supported yet (%s): nothing is cached",
+                ", ".join(sorted(foreign)),
+            )
+            return
+        self._tensors = dict(tensors)  # keeps the memory mapped while the daemon may copy
+        params = {"rank": registration(instance, rank, plan, block_count, self._fences)}
+        self._is_registered = True
+        self._calls.client.start(Introduction("register", lambda: params, offers_memory=True))
+        self._log.info(
+            "TriKV: offering %d blocks of %d bytes in %d pieces (%s)",
+            block_count,
+            plan.page_bytes,
+            len(plan.pieces),
+            plan.layout,
+        )
+
+    # -- starting --------------------------------------------------------------------------------
+
+    def void(self, requests: Iterable[str]) -> None:
+        """Preempted: their blocks may be overwritten as soon as this returns."""
+        for request in requests:
+            self._void(request)
+
+    def start_loads(self, jobs: Iterable[LoadJob]) -> None:
+        """Send loads; each will be reported, whatever happens."""
+        for job in jobs:
+            loading = _Loading(job, None, None)
+            self._loading[job.request] = loading
+            via = self._calls.attached
+            if via is not None and self._is_registered and job.lease:
+                loading.via = via
+                loading.future = self._calls.load(job, via, self._load_s)
+
+    def start_saves(self, jobs: Iterable[SaveJob]) -> None:
+        """Send saves of blocks that are complete; those that cannot be sent count as answered."""
+        for job in jobs:
+            saving = self._saving.get(job.request)
+            if saving is None:
+                fence = self._fences.take() if self._is_registered and self._calls.is_ready else None
+                if fence is None:
+                    self._answer(job.number)
+                    self.tally.add("save_blocks_refused", len(job.blocks) // 4)
+                    continue
+                saving = self._saving[job.request] = _Saving(fence)
+            saving.jobs[job.number] = self._calls.save(
+                job, saving.fence, self._fences.generation(saving.fence)
+            )
+
+    def delay(self, requests: Iterable[str]) -> None:
+        """Ended requests whose blocks are kept: each will be reported as sent, once."""
+        until_s = self._clock() + self._save_s
+        for request in requests:
+            self._delayed[request] = until_s
+
+    # -- reporting -------------------------------------------------------------------------------
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        """Requests whose saves have ended after `delay`, and whose loads have ended; each once."""
+        for request in list(self._saving):
+            self._collect_saves(request)
+        sent = set()
+        now_s = self._clock()
+        for request, until_s in list(self._delayed.items()):
+            if request in self._saving and now_s >= until_s:
+                self.tally.add("saves_timed_out")
+                self._void(request)
+            if request not in self._saving:
+                sent.add(request)
+                del self._delayed[request]
+        loaded = {request for request, loading in self._loading.items() if self._has_ended(loading)}
+        for request in loaded:
+            del self._loading[request]
+        return sent, loaded
+
+    def take_invalid(self) -> set[int]:
+        """Blocks that did not arrive, of loads reported by `finished` since the last call."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def take_report(self) -> Report | None:
+        """Saves that ended since the last call."""
+        if not self._report.answered:
+            return None
+        report, self._report = self._report, Report()
+        return report
+
+    @property
+    def loads_in_flight(self) -> int:
+        """Loads not reported yet."""
+        return len(self._loading)
+
+    def _has_ended(self, loading: _Loading) -> bool:
+        """Whether nothing writes the blocks any more; notes those that did not arrive."""
+        blocks = unpack(loading.job.blocks)
+        failed: Iterable[int] = range(len(blocks))
+        if loading.future is not None and loading.via is not None:
+            if not loading.future.done():
+                return False
+            try:
+                failed = loading.future.result()
+            except UnknownError:
+                if not self._is_over(loading.via):
+                    return False
+            except CallError:
+                pass
+        bad = [blocks[at] for at in failed if 0 <= at < len(blocks)]
+        self._invalid.update(bad)
+        self.tally.add("loaded_blocks", len(blocks) - len(bad))
+        self.tally.add("load_blocks_failed", len(bad))
+        return True
+
+    def _is_over(self, via: Attached) -> bool:
+        """Whether a lost session's copies have surely ended."""
+        now = self._calls.attached
+        if now is not None and now.number > via.number and now.epoch == via.epoch:
+            return True
+        return via.watch is not None and via.watch.is_dead()
+
+    def _collect_saves(self, request: str) -> None:
+        saving = self._saving[request]
+        for number, future in list(saving.jobs.items()):
+            if not future.done():
+                continue
+            try:
+                saved = future.result()
+                self.tally.add("saved_blocks", saved.saved_count)
+                self.tally.add("present_blocks", saved.present_count)
+                self.tally.add("save_blocks_refused", saved.refused_count)
+            except UnknownError:
+                self._void(request)  # it may be read on; not under this generation
+                return
+            except CallError as exc:
+                self.tally.add("saves_unsent" if isinstance(exc, AbsentError) else "saves_refused")
+            del saving.jobs[number]
+            self._answer(number)
+        if not saving.jobs:
+            self._fences.give_back(saving.fence)
+            del self._saving[request]
+
+    def _void(self, request: str) -> None:
+        """Make all saves under way of a request worthless, so that its blocks may be reused."""
+        saving = self._saving.pop(request, None)
+        if saving is None:
+            return
+        self._fences.lift(saving.fence)
+        self._fences.give_back(saving.fence)
+        for number in saving.jobs:
+            self._answer(number)
+        self.tally.add("saves_voided", len(saving.jobs))
+
+    def _answer(self, number: int) -> None:
+        self._report.answered[number] = 1
+
+    def abandon(self) -> None:
+        """At shutdown: void everything, so that no save becomes visible after the memory is reused."""
+        for request in list(self._saving):
+            self._void(request)
+
+
+def registration(
+    instance: str, rank: int, plan: layouts.Plan, block_count: int, fences: Fences
+) -> dict[str, Any]:
+    """The `Rank` message of process memory."""
+    memories = [{"process": {"address": m.address, "bytes": m.size_bytes}} for m in plan.memories]
+    pieces = [
+        {"memory": p.memory, "offset": p.offset, "stride": p.stride, "bytes": p.size_bytes}
+        for p in plan.pieces
+    ]
+    group = {"blockCount": block_count, "pieces": pieces, "layout": plan.layout}
+    return {
+        "instance": instance,
+        "rank": rank,
+        "memories": memories,
+        "groups": [group],
+        "fences": {"address": fences.address, "count": fences.count},
+    }

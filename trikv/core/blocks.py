@@ -1,0 +1,286 @@
+"""The life of a block, in columns.
+
+Decided here: the states of a block and what each event does to it. Everything that touches a state is in
+this file; it does not know keys, places, recency or who asks.
+
+| state | event | becomes | effect |
+| --- | --- | --- | --- |
+| absent | reserved: pages of all ranks are there | filling | |
+| filling | claimed: a rank begins to write its page | filling | |
+| filling | page filled, others missing | filling | |
+| filling | last page filled | sealed | the block becomes visible |
+| filling | writer lost or deadline, others still write | doomed | leaves the index |
+| filling | writer lost or deadline, nobody writes | absent | leaves the index, pages freed |
+| doomed | a writer ends, others still write | doomed | |
+| doomed | the last writer ends | absent | pages freed |
+| sealed | evicted or dropped, no pins | absent | leaves the index, pages freed |
+| sealed | dropped, pinned | doomed | leaves the index |
+| doomed | the last pin ends | absent | pages freed |
+
+`NEXT` is the same table for one block; the column methods apply it to arrays, and a test drives both with
+the same histories. Nothing else is ever done to a block, and a row that is missing is a bug of ours.
+"""
+
+import enum
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trikv.core.errors import IllegalEventError
+from trikv.core.words import Entries, SpaceId
+
+RANKS_MAX: Final = 64
+
+
+class State(enum.IntEnum):
+    """Where a block is in its life; the value is what the column holds."""
+
+    ABSENT = 0
+    FILLING = 1
+    DOOMED = 2
+    SEALED = 3
+
+
+class Event(enum.Enum):
+    """What can happen to one block; a *hold* is a writer's claim or a reader's pin."""
+
+    RESERVED = "reserved"
+    CLAIMED = "claimed"
+    PAGE_FILLED = "page filled"
+    LAST_PAGE_FILLED = "last page filled"
+    LOST_WHILE_HELD = "writer lost, deadline or drop; somebody holds it"
+    LOST = "writer lost, deadline or drop; nobody holds it"
+    HOLD_ENDED = "a writer or reader ends, others go on"
+    LAST_HOLD_ENDED = "the last writer or reader ends"
+    EVICTED = "evicted"
+
+
+NEXT: Final[Mapping[tuple[State, Event], State]] = {
+    (State.ABSENT, Event.RESERVED): State.FILLING,
+    (State.FILLING, Event.CLAIMED): State.FILLING,
+    (State.FILLING, Event.PAGE_FILLED): State.FILLING,
+    (State.FILLING, Event.LAST_PAGE_FILLED): State.SEALED,
+    (State.FILLING, Event.LOST_WHILE_HELD): State.DOOMED,
+    (State.FILLING, Event.LOST): State.ABSENT,
+    (State.DOOMED, Event.HOLD_ENDED): State.DOOMED,
+    (State.DOOMED, Event.LAST_HOLD_ENDED): State.ABSENT,
+    (State.SEALED, Event.EVICTED): State.ABSENT,
+    (State.SEALED, Event.LOST_WHILE_HELD): State.DOOMED,
+    (State.SEALED, Event.LOST): State.ABSENT,
+    (State.SEALED, Event.HOLD_ENDED): State.SEALED,
+    (State.SEALED, Event.LAST_HOLD_ENDED): State.SEALED,
+}
+
+
+class Blocks:
+    """State columns of all entries; a row is one block.
+
+    Attributes:
+        state: uint8, a `State`.
+        space: int32, the space the key is in.
+        slot: int64, its place in the pool.
+        depth: int32, position in its sequence.
+        wanted, claimed, filled: uint64 masks of ranks: all, begun or done, done.
+        writers: int32, copies into the block that have not ended.
+        pins: int32, leases and copies out of it.
+        generation: uint32, grows when a row is reserved: tells reuse of the row.
+        evictable: bool, sealed and not pinned; kept true by this class.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.state = np.zeros(capacity, np.uint8)
+        self.space = np.zeros(capacity, np.int32)
+        self.slot = np.zeros(capacity, np.int64)
+        self.depth = np.zeros(capacity, np.int32)
+        self.wanted = np.zeros(capacity, np.uint64)
+        self.claimed = np.zeros(capacity, np.uint64)
+        self.filled = np.zeros(capacity, np.uint64)
+        self.writers = np.zeros(capacity, np.int32)
+        self.pins = np.zeros(capacity, np.int32)
+        self.generation = np.zeros(capacity, np.uint32)
+        self.evictable = np.zeros(capacity, np.bool_)
+        self.counts = dict.fromkeys(State, 0)
+        self.counts[State.ABSENT] = capacity
+        self._unused = _Rows(capacity)
+
+    @property
+    def unused_count(self) -> int:
+        """Rows that `reserve` could still hand out."""
+        return len(self._unused)
+
+    def reserve(
+        self,
+        slots: NDArray[np.int64],
+        depths: NDArray[np.int32],
+        *,
+        space: SpaceId,
+        rank_count: int,
+    ) -> Entries:
+        """Absent to filling: give rows to blocks whose pages on all ranks have been allocated.
+
+        Returns:
+            The rows, ascending, one a slot; at most `unused_count` may be asked for.
+        """
+        entries = self._unused.take(len(slots))
+        self._expect(entries, State.ABSENT)
+        self._set_state(entries, State.FILLING)
+        self.space[entries] = space
+        self.slot[entries] = slots
+        self.depth[entries] = depths
+        self.wanted[entries] = _mask(rank_count)
+        self.claimed[entries] = 0
+        self.filled[entries] = 0
+        self.generation[entries] += np.uint32(1)
+        return entries
+
+    def claim(self, entries: Entries, rank: int) -> None:
+        """A copy of `rank`'s pages begins; the rank must not have claimed them before."""
+        self._expect(entries, State.FILLING)
+        bit = np.uint64(1 << rank)
+        assert not bool((self.claimed[entries] & bit).any())
+        self.claimed[entries] |= bit
+        self.writers[entries] += 1
+
+    def fill(self, entries: Entries, rank: int) -> tuple[Entries, Entries]:
+        """A copy of `rank`'s pages has ended well.
+
+        Returns:
+            (sealed, freed): rows that became visible, and doomed rows that nobody holds any more.
+        """
+        self._end_writes(entries)
+        doomed = entries[self.state[entries] == State.DOOMED]
+        live = entries[self.state[entries] == State.FILLING]
+        self.filled[live] |= np.uint64(1 << rank)
+        sealed = live[self.filled[live] == self.wanted[live]]
+        self._set_state(sealed, State.SEALED)
+        self.evictable[sealed] = self.pins[sealed] == 0
+        return sealed, self._free_unheld(doomed)
+
+    def fail(self, entries: Entries) -> tuple[Entries, Entries]:
+        """A copy into these rows has ended badly: their bytes cannot be trusted on any rank.
+
+        Returns:
+            (lost, freed): filling rows that must leave the index now, and rows that nobody holds.
+        """
+        self._end_writes(entries)
+        lost = entries[self.state[entries] == State.FILLING]
+        self._set_state(lost, State.DOOMED)
+        return lost, self._free_unheld(entries)
+
+    def drop(self, entries: Entries) -> Entries:
+        """Filling and sealed rows are given up; the caller has taken them out of the index.
+
+        Returns:
+            Rows that nobody holds and whose pages are to be freed; the others follow when their last
+            writer or pin ends.
+        """
+        states = self.state[entries]
+        if not bool(((states == State.FILLING) | (states == State.SEALED)).all()):
+            raise IllegalEventError("only filling and sealed blocks can be dropped")
+        self._set_state(entries, State.DOOMED)
+        self.evictable[entries] = False
+        return self._free_unheld(entries)
+
+    def evict(self, entries: Entries) -> None:
+        """Sealed to absent; every row must be evictable."""
+        if not bool(self.evictable[entries].all()):
+            raise IllegalEventError("a pinned or unsealed block cannot be evicted")
+        self._retire(entries)
+
+    def pin(self, entries: Entries) -> None:
+        """One more reader of each sealed row."""
+        self._expect(entries, State.SEALED)
+        self.pins[entries] += 1
+        self.evictable[entries] = False
+
+    def unpin(self, entries: Entries) -> tuple[Entries, Entries]:
+        """One reader less of each row.
+
+        Returns:
+            (evictable, freed): rows that became evictable again, and doomed rows that nobody holds.
+        """
+        self.pins[entries] -= 1
+        assert not bool((self.pins[entries] < 0).any())
+        sealed = entries[(self.state[entries] == State.SEALED) & (self.pins[entries] == 0)]
+        self.evictable[sealed] = True
+        return sealed, self._free_unheld(entries[self.state[entries] == State.DOOMED])
+
+    def check(self) -> None:
+        """Invariants, for tests; costs a scan of all rows."""
+        state = self.state
+        assert bool(((self.claimed & self.filled) == self.filled)[state == State.FILLING].all())
+        assert bool((self.filled == self.wanted)[state == State.SEALED].all())
+        assert bool((self.writers == 0)[(state == State.SEALED) | (state == State.ABSENT)].all())
+        assert bool((self.pins == 0)[(state == State.FILLING) | (state == State.ABSENT)].all())
+        assert bool((self.writers + self.pins > 0)[state == State.DOOMED].all())
+        assert bool((self.evictable == ((state == State.SEALED) & (self.pins == 0))).all())
+        for one in State:
+            assert self.counts[one] == int((state == one).sum())
+        assert self.unused_count == self.counts[State.ABSENT]
+
+    def _end_writes(self, entries: Entries) -> None:
+        self.writers[entries] -= 1
+        assert not bool((self.writers[entries] < 0).any())
+
+    def _free_unheld(self, entries: Entries) -> Entries:
+        held = (self.writers[entries] > 0) | (self.pins[entries] > 0)
+        free: Entries = entries[~held & (self.state[entries] == State.DOOMED)]
+        self._retire(free)
+        return free
+
+    def _retire(self, entries: Entries) -> None:
+        self._set_state(entries, State.ABSENT)
+        self.evictable[entries] = False
+        self._unused.give_back(entries)
+
+    def _set_state(self, entries: Entries, state: State) -> None:
+        if len(entries) == 0:
+            return
+        for value, count in enumerate(np.bincount(self.state[entries], minlength=4).tolist()):
+            self.counts[State(value)] -= count
+        self.state[entries] = state
+        self.counts[state] += len(entries)
+
+    def _expect(self, entries: Entries, state: State) -> None:
+        if not bool((self.state[entries] == state).all()):
+            raise IllegalEventError(
+                f"expected only {state.name} blocks, found {set(self.state[entries].tolist())}"
+            )
+
+
+def _mask(rank_count: int) -> np.uint64:
+    assert 1 <= rank_count <= RANKS_MAX
+    return np.uint64((1 << rank_count) - 1)
+
+
+class _Rows:
+    """A stack of unused row numbers: never-used ones by counting up, returned ones last in, first out."""
+
+    def __init__(self, capacity: int) -> None:
+        self._stack = np.empty(capacity, np.int32)
+        self._returned = 0
+        self._fresh = 0
+        self._capacity = capacity
+
+    def __len__(self) -> int:
+        return self._returned + self._capacity - self._fresh
+
+    def take(self, count: int) -> Entries:
+        """Distinct rows, ascending, so that a prefix is usually a run of consecutive rows."""
+        assert count <= len(self)
+        fresh = min(count, self._capacity - self._fresh)
+        rest = count - fresh
+        rows = np.empty(count, np.int32)
+        rows[:fresh] = np.arange(self._fresh, self._fresh + fresh, dtype=np.int32)
+        self._fresh += fresh
+        rows[fresh:] = self._stack[self._returned - rest : self._returned]
+        self._returned -= rest
+        rows.sort()
+        return rows
+
+    def give_back(self, rows: Entries) -> None:
+        self._stack[self._returned : self._returned + len(rows)] = rows
+        self._returned += len(rows)

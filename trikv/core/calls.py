@@ -1,0 +1,105 @@
+"""The calls of an engine as records: what `wire` reads and the service answers.
+
+Decided here: nothing; a record is a message whose sizes have been checked. Units and bounds are in
+schema/kv.capnp, whose names these are.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trikv.core.layout import Piece, Range
+from trikv.core.namespace import Fields
+from trikv.core.words import InstanceName, LeaseId, RequestId, Words
+
+
+@dataclass(frozen=True, slots=True)
+class Declare:
+    """A scheduler says what its engine is."""
+
+    instance: InstanceName
+    rank_count: int
+    fields: Fields
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPieces:
+    """Where one cache group's blocks lie on a rank."""
+
+    block_count: int
+    pieces: tuple[Piece, ...]
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """A worker says where its part of every block lies, in its own process memory."""
+
+    instance: InstanceName
+    rank: int
+    ranges: tuple[Range, ...]
+    groups: tuple[GroupPieces, ...]
+    fence_address: int
+    fence_count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Query:
+    """How many leading blocks are at hand?"""
+
+    request: RequestId
+    group: int
+    words: Words
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Save:
+    """Keep these blocks."""
+
+    rank: int
+    group: int
+    request: RequestId
+    first: int
+    words: Words
+    blocks: NDArray[np.int32]
+    fence: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """Put these leased blocks there."""
+
+    rank: int
+    lease: LeaseId
+    first: int
+    blocks: NDArray[np.int32]
+    budget_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Answer to declare and register."""
+
+    namespace: str  # 32 hex digits, or empty while the instance is incomplete
+    page_bytes: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer to a query."""
+
+    hit_count: int
+    lease: int
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Answer to a save."""
+
+    saved_count: int
+    present_count: int
+    refused_count: int

@@ -1,0 +1,80 @@
+"""What each running request consists of: its blocks from the first on.
+
+Decided here: how long a request's chain is remembered, so that a save deep inside a request can touch
+all ancestors of what it saves. A chain is a hint about recency: forgetting one costs no correctness.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trikv.core.words import Entries, InstanceName, RequestId, SpaceId
+
+UNKNOWN = -1
+
+
+@dataclass(slots=True)
+class Chain:
+    """Entry numbers of a request's blocks by position, each valid while its generation holds."""
+
+    space: SpaceId
+    entries: Entries = field(default_factory=lambda: np.empty(0, np.int32))
+    generations: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
+    length: int = 0
+
+    def put(self, first: int, entries: Entries, generations: NDArray[np.uint32]) -> None:
+        """Remember which entries stand at `first` and after; -1 where none does."""
+        end = first + len(entries)
+        if end > len(self.entries):
+            room = max(end, 2 * len(self.entries), 64)
+            self.entries = _grown(self.entries, room, UNKNOWN)
+            self.generations = _grown(self.generations, room, 0)
+        self.entries[self.length : first] = UNKNOWN  # a hole the request never told us about
+        self.entries[first:end] = entries
+        self.generations[first:end] = generations
+        self.length = max(self.length, end)
+
+
+def _grown(column: NDArray[Any], size: int, fill: int) -> NDArray[Any]:
+    grown = np.full(size, fill, dtype=column.dtype)
+    grown[: len(column)] = column
+    return grown
+
+
+@dataclass(slots=True)
+class Chains:
+    """The chains of all running requests, least recently used first.
+
+    At the bound: the least recently used chain is forgotten.
+    """
+
+    chains_max: int
+    _by_request: OrderedDict[tuple[InstanceName, RequestId], Chain] = field(
+        default_factory=OrderedDict
+    )
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    def of(self, instance: InstanceName, request: RequestId, space: SpaceId) -> Chain:
+        """The chain of a request, a new one if there is none of this space."""
+        key = (instance, request)
+        chain = self._by_request.get(key)
+        if chain is None or chain.space != space:
+            chain = self._by_request[key] = Chain(space)
+            while len(self._by_request) > self.chains_max:
+                self._by_request.popitem(last=False)
+        self._by_request.move_to_end(key)
+        return chain
+
+    def forget(self, instance: InstanceName, request: RequestId) -> None:
+        """The request has ended; unknown requests are fine."""
+        self._by_request.pop((instance, request), None)
+
+    def forget_instance(self, instance: InstanceName) -> None:
+        """All requests of an engine have ended."""
+        for key in [key for key in self._by_request if key[0] == instance]:
+            del self._by_request[key]

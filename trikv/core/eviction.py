@@ -1,0 +1,317 @@
+"""Which blocks go when room is needed.
+
+Decided here: the order of eviction. This file does not know: keys, places, what a pin is for, or
+how much room is needed; whether an entry may go now is a column that the caller hands in.
+
+`LeafFirstLru` keeps a log of touches, oldest first; each touch appends its entries deepest first.
+
+| entry | event | becomes |
+| --- | --- | --- |
+| any | touch | in the log, at its new end |
+| in the log, returned | `victims` meets it evictable | absent: evicted |
+| in the log, returned | `victims` meets it pinned | parked |
+| parked | `unpark` | returned: goes before all of the log, in its old order |
+| any | `forget` | absent |
+
+A touch leaves the entry's earlier place in the log behind as waste. `_sweep` moves live places
+over the waste, a few with each call, so that neither the log nor any call grows without bound.
+"""
+
+import heapq
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trikv.core.words import Entries, Stamp
+
+NEVER: Final = -1
+SLACK_ENTRIES: Final = 4096  # waste in the log that is not worth a sweep
+SWEEP_RATE: Final = 8  # log places swept for each entry that a call touches or takes away
+SWEEP_MIN: Final = 256  # places a sweep moves at least: less would not pay its fixed cost
+SCAN_MIN: Final = 1024  # places read at once at least, for the same reason
+IDLE_ROUNDS_MAX: Final = 256  # reads in vain, before `victims` gives up: some 3 ms
+
+Bools = NDArray[np.bool_]
+Order = NDArray[np.int64]
+
+
+class Policy(Protocol):
+    """What a cache asks of an order of eviction; one instance orders the blocks of one shape."""
+
+    def touch(self, entries: Entries, stamp: int) -> None:
+        """Entries, root first, were used or are new."""
+
+    def victims(self, count: int, evictable: Bools) -> Entries:
+        """Take out up to `count` entries that are `evictable`, those to evict first in front."""
+
+    def unpark(self, entries: Entries) -> None:
+        """Entries that may have been passed over have become evictable."""
+
+    def forget(self, entries: Entries) -> None:
+        """Entries are gone; unknown ones are fine."""
+
+    def coldest(self) -> Stamp | None:
+        """A stamp not newer than the next victim's; None when there is none."""
+
+
+class LeafFirstLru:
+    """Evicts what was touched longest ago; of one touch the deepest block first.
+
+    When every touch covers a block's whole chain from the root, no parent goes before its child
+    (unless the child is pinned and the parent is not).
+
+    At the bound: the log never has more than 3 places an entry of capacity, and at most about 3
+    times the live ones; a call that adds waste sweeps `SWEEP_RATE` places for each entry.
+
+    Cost: 24 bytes an entry, 8 of them only for entries that were ever parked.
+    """
+
+    def __init__(self, recency: NDArray[np.int64], *, slack_entries: int = SLACK_ENTRIES) -> None:
+        """Order entries below `len(recency)`.
+
+        Args:
+            recency: the last touch's stamp of each entry, -1 for none; the caller's column,
+                written here for the entries that are touched, evicted or forgotten here.
+            slack_entries: waste below which the log is left alone.
+        """
+        capacity = len(recency)
+        self._recency = recency
+        self._slack = slack_entries
+        # A ring. Positions count up for ever; position p is at p % len. Live places are in
+        # head..write and read..tail; write..read is the gap that the sweep has cleared.
+        self._ring = np.zeros(3 * capacity + slack_entries + SWEEP_MIN, np.int32)
+        self._place = np.zeros(capacity, np.int32)  # 1 + index in the ring; 0: not in the log
+        self._head = self._write = self._read = self._tail = 0
+        self._logged = 0  # entries in the log
+        # Parked entries have left the log. Each keeps its turn: +turn parked, -turn returned.
+        self._turn = np.zeros(capacity, np.int64)
+        self._turns = 0
+        self._parked = 0
+        self._returned = 0
+        self._runs: list[tuple[int, Order, Entries]] = []  # a heap of returned, by first turn
+        self._newest = NEVER
+        self._floor = NEVER  # not newer than anything in the log
+
+    def __len__(self) -> int:
+        return self._logged + self._parked + self._returned
+
+    @property
+    def log_places(self) -> int:
+        """Places the log spans, waste included."""
+        return self._tail - self._head
+
+    def touch(self, entries: Entries, stamp: int) -> None:
+        """Make entries the last to be evicted.
+
+        Args:
+            entries: int32[n], distinct, root first; new ones become known.
+            stamp: greater than that of any touch before.
+
+        Cost: 10 µs and 0.02 µs an entry; a sweep of `SWEEP_RATE` places an entry while more than
+        half of the log is waste.
+        """
+        assert stamp > self._newest
+        if len(entries) == 0:
+            return
+        self._newest = stamp
+        self._detach(entries)
+        while self.log_places + len(entries) > len(self._ring):  # not met: see "At the bound"
+            self._sweep(self.log_places)
+        self._recency[entries] = stamp
+        self._put(self._tail, entries[::-1])
+        self._tail += len(entries)
+        self._logged += len(entries)
+        self._pay(len(entries))
+
+    def victims(self, count: int, evictable: Bools) -> Entries:
+        """Take out the entries to evict next; they are forgotten here.
+
+        Entries that are not evictable are passed over once and parked: the caller says `unpark`
+        when that has changed.
+
+        Args:
+            count: how many are wanted.
+            evictable: bool of all entries.
+
+        Returns:
+            int32[m], m <= count; fewer when there are no more.
+
+        At the bound: when some `IDLE_ROUNDS_MAX * SCAN_MIN` places at the old end are waste or
+        pinned, the call ends with what it has, maybe nothing; the next one goes on behind them.
+
+        Cost: 20 µs and 0.05 µs an entry taken, parked, or wasted in front of these.
+        """
+        found: list[Entries] = [np.empty(0, np.int32)]
+        missing, idle_rounds, logged = count, 0, self._logged
+        while missing > 0 and self._returned + self._logged > 0 and idle_rounds < IDLE_ROUNDS_MAX:
+            take = self._take_returned if self._returned else self._take_logged
+            taken = take(missing, evictable)
+            found.append(taken)
+            missing -= len(taken)
+            idle_rounds += len(taken) == 0
+        gone = np.concatenate(found)
+        self._recency[gone] = NEVER
+        self._pay(logged - self._logged)
+        return gone
+
+    def unpark(self, entries: Entries) -> None:
+        """Put those entries that are parked back to where they were: they are the next to go."""
+        if self._parked == 0:
+            return
+        turns = self._turn[entries]
+        entries, turns = entries[turns > 0], turns[turns > 0]
+        if len(entries) == 0:
+            return
+        order = np.argsort(turns)
+        entries, turns = entries[order], turns[order]
+        self._turn[entries] = -turns
+        self._parked -= len(entries)
+        self._returned += len(entries)
+        heapq.heappush(self._runs, (turns.item(0), turns, entries))
+
+    def forget(self, entries: Entries) -> None:
+        """Entries are gone for another reason; those not known here are fine.
+
+        Args:
+            entries: int32[n], distinct.
+        """
+        self._detach(entries)
+        self._place[entries] = 0
+        self._recency[entries] = NEVER
+        self._pay(len(entries))
+
+    def coldest(self) -> Stamp | None:
+        """A stamp not newer than the next victim's, None if there can be no victim.
+
+        Cost: reads a few entries; skips waste at the old end for good.
+        """
+        if self._returned:
+            return Stamp(self._recency.item(self._first_returned()))
+        if self._logged:
+            self._trim(SCAN_MIN)
+            return Stamp(self._floor)
+        return None
+
+    # -- the log
+
+    def _put(self, position: int, entries: Entries) -> None:
+        """Write entries at a position and after; their earlier places become waste."""
+        start = position % len(self._ring)
+        fit = min(len(entries), len(self._ring) - start)
+        for part, at in ((entries[:fit], start), (entries[fit:], 0)):
+            self._ring[at : at + len(part)] = part
+            self._place[part] = np.arange(at + 1, at + 1 + len(part), dtype=np.int32)
+
+    def _peek(self, position: int, limit: int) -> tuple[Entries, Bools]:
+        """Entries from a position on, as many as are in one piece, and which of them are live."""
+        start = position % len(self._ring)
+        entries = self._ring[start : start + limit]
+        places = np.arange(start + 1, start + 1 + len(entries), dtype=np.int32)
+        live: Bools = self._place.take(entries) == places
+        return entries, live
+
+    def _peek_oldest(self, limit: int) -> tuple[Entries, Bools]:
+        end = self._write if self._head < self._write else self._tail
+        return self._peek(self._head, min(limit, end - self._head))
+
+    def _drop_oldest(self, count: int) -> None:
+        """Give up places at the old end, no more than `_peek_oldest` has shown."""
+        self._head += count
+        if self._head > self._write:  # there was no gap to end at
+            self._write = self._read = self._head
+        self._skip_gap()
+
+    def _skip_gap(self) -> None:
+        if self._head == self._write:
+            self._head = self._write = self._read
+
+    def _take_logged(self, missing: int, evictable: Bools) -> Entries:
+        self._runs.clear()  # only stale ones are left
+        entries, live = self._peek_oldest(max(2 * missing, SCAN_MIN))
+        chosen, passed, seen = _split(entries, live, evictable, missing)
+        self._place[chosen] = 0
+        self._place[passed] = 0
+        self._logged -= len(chosen) + len(passed)
+        self._turn[passed] = np.arange(self._turns + 1, self._turns + 1 + len(passed))
+        self._turns += len(passed)
+        self._parked += len(passed)
+        self._drop_oldest(seen)
+        return chosen
+
+    def _trim(self, limit: int) -> None:
+        """Skip waste at the old end, at most `limit` places."""
+        entries, live = self._peek_oldest(limit)
+        ahead = np.flatnonzero(live)[:1]
+        if len(ahead):
+            self._floor = self._recency.item(entries.item(ahead.item()))
+        self._drop_oldest(ahead.item() if len(ahead) else len(entries))
+
+    def _pay(self, count: int) -> None:
+        """Sweep in proportion to what a call has done, if there is much waste."""
+        if self.log_places > 2 * self._logged + self._slack:
+            budget = max(SWEEP_RATE * count, SWEEP_MIN)
+            self._trim(budget)
+            self._sweep(budget)
+
+    def _sweep(self, count: int) -> None:
+        """Move live places over waste: the next `count` places, in rounds over the whole log."""
+        while count > 0 and self._head < self._tail:
+            entries, live = self._peek(self._read, min(count, self._tail - self._read))
+            kept = entries[live]
+            self._put(self._write, kept)
+            self._write += len(kept)
+            self._read += len(entries)
+            count -= len(entries)
+            if self._read == self._tail:  # the gap is at the new end: give it up, start again
+                self._tail = self._write
+                self._write = self._read = self._head
+        self._skip_gap()
+
+    # -- those that were passed over
+
+    def _detach(self, entries: Entries) -> None:
+        """Entries leave the place they have, whichever it is; `_place` is for the caller."""
+        self._logged -= int(np.count_nonzero(self._place.take(entries)))
+        if self._parked + self._returned:
+            turns = self._turn[entries]
+            self._parked -= int(np.count_nonzero(turns > 0))
+            self._returned -= int(np.count_nonzero(turns < 0))
+            self._turn[entries[turns != 0]] = 0
+
+    def _first_returned(self) -> int:
+        """The returned entry whose turn is next; drops stale ones before it."""
+        while True:
+            _, turns, entries = heapq.heappop(self._runs)
+            live = self._turn[entries] == -turns
+            first = int(live.argmax())
+            if live[first]:
+                self._push_rest(turns, entries, first)
+                return entries.item(first)
+
+    def _take_returned(self, missing: int, evictable: Bools) -> Entries:
+        _, turns, entries = heapq.heappop(self._runs)
+        limit = int(np.searchsorted(turns, self._runs[0][0])) if self._runs else len(turns)
+        live = self._turn[entries[:limit]] == -turns[:limit]
+        chosen, passed, seen = _split(entries[:limit], live, evictable, missing)
+        self._turn[chosen] = 0
+        self._turn[passed] *= -1
+        self._returned -= len(chosen) + len(passed)
+        self._parked += len(passed)
+        self._push_rest(turns, entries, seen)
+        return chosen
+
+    def _push_rest(self, turns: Order, entries: Entries, start: int) -> None:
+        if start < len(turns):
+            heapq.heappush(self._runs, (turns.item(start), turns[start:], entries[start:]))
+
+
+def _split(
+    entries: Entries, live: Bools, evictable: Bools, count: int
+) -> tuple[Entries, Entries, int]:
+    """The first `count` live evictable entries, the live others before them, and how many seen."""
+    wanted = live & evictable.take(entries)
+    rows = np.flatnonzero(wanted)[:count]
+    seen = rows.item(-1) + 1 if len(rows) == count else len(entries)
+    passed = (live & ~wanted)[:seen]
+    return entries[rows], entries[:seen][passed], seen

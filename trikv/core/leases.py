@@ -1,0 +1,163 @@
+"""Promises to engines: blocks of a lease stay loadable until its deadline.
+
+Decided here: who may use a lease, for how long, and when it is over. This file does not pin: it returns
+the entries whose pins the caller takes or gives back.
+
+| event | lease |
+| --- | --- |
+| granted | active until `now + ttl` |
+| asked again by its request | deadline moves |
+| loaded by its last rank, released, expired, engine lost | over: its pins are returned once |
+"""
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from trikv.core.errors import LeaseLostError, OverloadedError
+from trikv.core.words import Entries, InstanceName, LeaseId, RequestId
+
+
+@dataclass(slots=True)
+class Lease:
+    """One active promise; `entries` are in prefix order and pinned once for it."""
+
+    id: LeaseId
+    instance: InstanceName
+    request: RequestId
+    entries: Entries
+    ranks_left: int  # bit r: rank r has not loaded yet
+    deadline_s: float
+    block_bytes: int
+
+
+@dataclass(slots=True)
+class Leases:
+    """All active leases.
+
+    Attributes:
+        leases_max: how many may be active.
+        pinned_bytes_max: how many bytes of the pool all leases together may hold.
+    """
+
+    ttl_s: float
+    leases_max: int
+    pinned_bytes_max: int
+    active: dict[LeaseId, Lease] = field(default_factory=dict)
+    pinned_bytes: int = 0
+    _by_request: dict[tuple[InstanceName, RequestId], LeaseId] = field(default_factory=dict)
+    _deadlines: list[tuple[float, LeaseId]] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def room(self, block_bytes: int) -> int:
+        """How many blocks of this size may be promised now."""
+        if len(self.active) >= self.leases_max:
+            return 0
+        return max(0, self.pinned_bytes_max - self.pinned_bytes) // block_bytes
+
+    def of_request(self, instance: InstanceName, request: RequestId) -> Lease | None:
+        """The active lease of a request, if it has one."""
+        lease_id = self._by_request.get((instance, request))
+        return self.active[lease_id] if lease_id is not None else None
+
+    def grant(
+        self,
+        instance: InstanceName,
+        request: RequestId,
+        entries: Entries,
+        *,
+        block_bytes: int,
+        rank_count: int,
+        now_s: float,
+    ) -> Lease:
+        """Promise that `entries` stay loadable for `ttl_s` seconds.
+
+        Args:
+            instance: whose promise it is.
+            request: asking again replaces or renews; it must have no active lease.
+            entries: at least one, in prefix order; the caller pins each of them once.
+            block_bytes: of the pool, a block.
+            rank_count: how many ranks will load; the lease ends with the last of them.
+            now_s: seconds on the caller's monotonic clock.
+
+        Raises:
+            OverloadedError: a limit is reached; nothing was changed.
+        """
+        assert len(entries) > 0
+        assert (instance, request) not in self._by_request
+        if len(entries) > self.room(block_bytes):
+            raise OverloadedError("no more leases or leased bytes are allowed")
+        lease_id = LeaseId(next(self._numbers))
+        lease = Lease(
+            lease_id,
+            instance,
+            request,
+            entries,
+            (1 << rank_count) - 1,
+            now_s + self.ttl_s,
+            block_bytes,
+        )
+        self.active[lease_id] = lease
+        self._by_request[instance, request] = lease_id
+        self.pinned_bytes += block_bytes * len(entries)
+        heapq.heappush(self._deadlines, (lease.deadline_s, lease_id))
+        return lease
+
+    def renew(self, lease: Lease, *, now_s: float) -> None:
+        """Move the deadline to `ttl_s` seconds from now."""
+        lease.deadline_s = now_s + self.ttl_s
+
+    def use(self, lease_id: LeaseId, instance: InstanceName, rank: int, *, now_s: float) -> Lease:
+        """Check that `rank` of `instance` may load from this lease now.
+
+        Raises:
+            LeaseLostError: unknown, another instance's, expired, or loaded by this rank already.
+        """
+        lease = self.active.get(lease_id)
+        if lease is None or lease.instance != instance:
+            raise LeaseLostError("the lease is unknown, expired or released: query again")
+        if lease.deadline_s <= now_s:
+            raise LeaseLostError("the lease has expired: query again")
+        if not lease.ranks_left >> rank & 1:
+            raise LeaseLostError(f"rank {rank} has loaded from this lease already")
+        return lease
+
+    def consumed(self, lease: Lease, rank: int) -> Entries | None:
+        """Note that `rank` has begun its load with pins of its own.
+
+        Returns:
+            The entries to unpin when this was the last rank, else None.
+        """
+        lease.ranks_left &= ~(1 << rank)
+        return None if lease.ranks_left else self.end(lease)
+
+    def end(self, lease: Lease) -> Entries:
+        """End a lease; returns the entries to unpin."""
+        del self.active[lease.id]
+        del self._by_request[lease.instance, lease.request]
+        self.pinned_bytes -= lease.block_bytes * len(lease.entries)
+        return lease.entries
+
+    def expire(self, *, now_s: float) -> list[Lease]:
+        """End every lease whose deadline has come.
+
+        Returns:
+            The ended leases in order of deadline; the caller unpins their entries.
+        """
+        ended = []
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, lease_id = heapq.heappop(self._deadlines)
+            lease = self.active.get(lease_id)
+            if lease is None:
+                continue
+            if lease.deadline_s > now_s:  # renewed since it was pushed
+                heapq.heappush(self._deadlines, (lease.deadline_s, lease_id))
+                continue
+            self.end(lease)
+            ended.append(lease)
+        return ended
+
+    def of_instance(self, instance: InstanceName) -> list[Lease]:
+        """All active leases of an engine (a scan: engines end seldom)."""
+        return [lease for lease in self.active.values() if lease.instance == instance]

@@ -1,0 +1,154 @@
+"""Which engines may exchange blocks: namespaces by fingerprint of named fields.
+
+Decided here: what goes into the fingerprint and how, the epochs of a namespace, and what an operator is
+told when two engines that look alike do not share. This file does not know where the fields come from.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from trikv.core.errors import OverloadedError
+from trikv.core.layout import Geometry
+from trikv.core.words import SpaceId
+
+Fields = tuple[tuple[str, str], ...]
+"""Sorted (name, value) pairs with unique names."""
+
+PROBE_FIELD = "hash_probe"
+MODEL_FIELD = "model"
+NAMESPACES_MAX = 1_024
+
+
+def fingerprint(fields: Fields, ranks: tuple[tuple[Geometry, ...], ...]) -> bytes:
+    """Name a namespace by everything its bytes depend on.
+
+    Every part is tagged and length-prefixed, so that no two different inputs spell the same text.
+    The `model` field is a label for people and is left out: the same weights under another name share.
+
+    Args:
+        fields: what the scheduler declared.
+        ranks: a rank's geometry per cache group, in rank order.
+
+    Returns:
+        16 bytes.
+    """
+    digest = hashlib.blake2b(digest_size=16, person=b"trikv namespace")
+    for name, value in fields:
+        if name != MODEL_FIELD:
+            _add(digest, "field", name, value)
+    for rank, groups in enumerate(ranks):
+        for group, geometry in enumerate(groups):
+            lengths = ",".join(
+                f"{size}x{len(list(run))}" for size, run in itertools.groupby(geometry.piece_bytes)
+            )
+            _add(
+                digest,
+                "page",
+                str(rank),
+                str(group),
+                str(geometry.page_bytes),
+                lengths,
+                geometry.layout,
+            )
+    return digest.digest()
+
+
+def _add(digest: "hashlib.blake2b", *parts: str) -> None:
+    for part in parts:
+        raw = part.encode()
+        digest.update(len(raw).to_bytes(4, "little") + raw)
+    digest.update(b"\xff\xff\xff\xff")  # no part is this long: an end that no part can imitate
+
+
+@dataclass(slots=True)
+class Namespace:
+    """One namespace that engines of this daemon use or have used.
+
+    Attributes:
+        spaces: a space per cache group, of the present epoch.
+        instances: how many ready instances use it now.
+    """
+
+    fingerprint: bytes
+    fields: Fields
+    pages: tuple[tuple[int, ...], ...]  # a group: page bytes a rank
+    spaces: tuple[SpaceId, ...]
+    epoch: int = 0
+    instances: int = 0
+
+    @property
+    def model(self) -> str:
+        """What people call it."""
+        return dict(self.fields).get(MODEL_FIELD, "?")
+
+
+@dataclass(slots=True)
+class Namespaces:
+    """All namespaces, by fingerprint, and the spaces that are theirs."""
+
+    by_fingerprint: dict[bytes, Namespace] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def open(self, fields: Fields, ranks: tuple[tuple[Geometry, ...], ...]) -> Namespace:
+        """Find or make the namespace of a complete instance; counts one more user.
+
+        Raises:
+            OverloadedError: `NAMESPACES_MAX` are known; nothing was changed.
+        """
+        key = fingerprint(fields, ranks)
+        found = self.by_fingerprint.get(key)
+        if found is None:
+            if len(self.by_fingerprint) >= NAMESPACES_MAX:
+                raise OverloadedError(f"{NAMESPACES_MAX} namespaces are in use")
+            pages = tuple(
+                tuple(geometry.page_bytes for geometry in group)
+                for group in zip(*ranks, strict=True)
+            )
+            found = Namespace(key, fields, pages, self._spaces(len(pages)))
+            self.by_fingerprint[key] = found
+        found.instances += 1
+        return found
+
+    def renew(self, namespace: Namespace) -> tuple[SpaceId, ...]:
+        """Begin a new epoch: all blocks so far become unreachable at once.
+
+        Returns:
+            The old epoch's spaces, whose blocks are now to be dropped.
+        """
+        old = namespace.spaces
+        namespace.spaces = self._spaces(len(old))
+        namespace.epoch += 1
+        return old
+
+    def forget(self, namespace: Namespace) -> None:
+        """Drop the record of a namespace without users and without blocks."""
+        assert namespace.instances == 0
+        del self.by_fingerprint[namespace.fingerprint]
+
+    def notes(self, namespace: Namespace) -> list[str]:
+        """What the operator should know about a namespace that others resemble, one line each."""
+        return list(self._notes(namespace))
+
+    def _notes(self, namespace: Namespace) -> Iterable[str]:
+        for other in self.by_fingerprint.values():
+            if other is namespace or other.pages != namespace.pages:
+                continue
+            names = differing(namespace.fields, other.fields)
+            if names == [PROBE_FIELD]:
+                yield (
+                    f"same model as namespace {other.fingerprint.hex()[:8]} but other block hashes, so nothing is "
+                    "shared: set the same PYTHONHASHSEED and --prefix-caching-hash-algo on all engines"
+                )
+
+    def _spaces(self, count: int) -> tuple[SpaceId, ...]:
+        return tuple(SpaceId(next(self._numbers)) for _ in range(count))
+
+
+def differing(ours: Fields, theirs: Fields) -> list[str]:
+    """Names of the fields that keep two namespaces apart, without the label."""
+    a, b = dict(ours), dict(theirs)
+    return sorted(
+        name for name in a.keys() | b.keys() if name != MODEL_FIELD and a.get(name) != b.get(name)
+    )

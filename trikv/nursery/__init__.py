@@ -1,0 +1,1 @@
+"""The daemon's shell: tasks that wait, connections, copies; policy lives in `trikv.core`."""

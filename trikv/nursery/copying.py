@@ -1,0 +1,177 @@
+"""Copies between engines and the pool: bounded queues, a few workers each way, one end for each copy.
+
+Decided here: loads never wait behind saves (workers of their own), what stops a copy, and that a copy's
+outcome is applied to the core exactly once, whoever still waits for it. This file does not know how bytes
+move: that is the `Memory` it is given.
+
+| a copy | then |
+| --- | --- |
+| queue full | refused as overloaded before anything was claimed |
+| session closes, deadline passes | ends at its next step; blocks not begun have not arrived |
+| the call that asked is cancelled | goes on: it owns its pages and pins until it ends |
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import structlog
+import trio
+from numpy.typing import NDArray
+
+from trikv.core.errors import KvError, OverloadedError, ShuttingDownError
+from trikv.core.layout import GroupLayout
+from trikv.core.words import Offsets
+from trikv.nursery.sessions import Session, Sessions
+from trikv.tiers.hostmem import Copy, Process
+
+log = structlog.get_logger()
+
+WATCH_S = 0.05
+"""How late a copy may see that its time is over."""
+
+
+class Memory(Protocol):
+    """Moves bytes between engines and the pool."""
+
+    def transfer(
+        self,
+        process: Process,
+        layout: GroupLayout,
+        blocks: NDArray[np.int32],
+        offsets: Offsets,
+        *,
+        into_engine: bool,
+    ) -> Copy:
+        """Blocks `blocks` of the engine against the pages at `offsets` of the pool."""
+        ...
+
+    async def copy(self, transfer: Copy, is_stopped: Callable[[], bool]) -> NDArray[np.bool_]:
+        """Move; returns which blocks are whole, when no byte is touched any more.
+
+        Cancellation: none; `is_stopped` ends it early.
+        """
+        ...
+
+    async def read_word(self, process: Process, address: int) -> int | None:
+        """One uint64 of the engine's memory, or None when it cannot be read."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One copy in flight.
+
+    Attributes:
+        complete: applies the outcome (bool[blocks]) to the core; called exactly once.
+        fence: address of the word and the generation that it must still have after the copy.
+        stop_s: no block is begun after this; None: no limit.
+        arrived: the outcome, once `ended` is set.
+    """
+
+    session: Session
+    transfer: Copy
+    block_count: int
+    complete: Callable[[NDArray[np.bool_]], None]
+    fence: tuple[int, int] | None = None
+    stop_s: float | None = None
+    is_stopped: bool = False
+    arrived: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+    ended: trio.Event = field(default_factory=trio.Event)
+
+
+class Copying:
+    """One direction: a queue and the workers that empty it."""
+
+    def __init__(
+        self, name: str, memory: Memory, sessions: Sessions, *, workers: int, queue_jobs_max: int
+    ) -> None:
+        self.name = name
+        self._memory = memory
+        self._sessions = sessions
+        self._workers = workers
+        self._send, self._receive = trio.open_memory_channel[Job](queue_jobs_max)
+        self._running: set[Job] = set()
+        self._is_closed = False
+
+    def check_room(self) -> None:
+        """Refuse before anything is claimed.
+
+        Raises:
+            OverloadedError: the queue is full.
+            ShuttingDownError: no more copies are taken.
+        """
+        if self._is_closed:
+            raise ShuttingDownError("the daemon is ending")
+        facts = self._send.statistics()
+        if facts.current_buffer_used >= facts.max_buffer_size:
+            raise OverloadedError(f"{facts.current_buffer_used} {self.name} copies are waiting")
+
+    def start(self, job: Job) -> None:
+        """Queue a copy; `check_room` was called with no checkpoint in between."""
+        job.session.copies += 1
+        self._send.send_nowait(job)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve the queue until cancelled; then every queued copy ends as not arrived.
+
+        Cancellation: copies that have begun are stopped at their next step and waited for.
+        """
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch)
+                for _ in range(self._workers):
+                    nursery.start_soon(self._work)
+                task_status.started()
+        finally:
+            with contextlib.suppress(trio.WouldBlock):
+                while True:
+                    job = self._receive.receive_nowait()
+                    self._end(job, np.zeros(job.block_count, np.bool_))
+
+    async def _watch(self) -> None:
+        """Stop copies whose time is over, and all of them when this direction ends."""
+        try:
+            while True:
+                await trio.sleep(WATCH_S)
+                for job in self._running:
+                    job.is_stopped |= job.stop_s is not None and trio.current_time() >= job.stop_s
+        finally:
+            self._is_closed = True
+
+    async def _work(self) -> None:
+        while True:
+            job = await self._receive.receive()
+            self._running.add(job)
+            arrived = np.zeros(job.block_count, np.bool_)
+            try:
+                with trio.CancelScope(shield=True):  # a copy cannot be called back, only stopped
+                    arrived = await self._copy(job)
+            except KvError as error:
+                log.warning(f"{self.name}.failed", session=job.session.id, reason=str(error))
+            finally:
+                self._running.remove(job)
+                self._end(job, arrived)
+
+    async def _copy(self, job: Job) -> NDArray[np.bool_]:
+        """Copy, then look at the fence: only bytes that were still the blocks' are believed."""
+
+        def is_stopped() -> bool:
+            return job.is_stopped or job.session.is_closing or self._is_closed
+
+        job.is_stopped |= job.stop_s is not None and trio.current_time() >= job.stop_s
+        arrived = await self._memory.copy(job.transfer, is_stopped)
+        if job.fence is not None:
+            address, generation = job.fence
+            assert job.session.process is not None
+            if await self._memory.read_word(job.session.process, address) != generation:
+                arrived[:] = False
+        return arrived
+
+    def _end(self, job: Job, arrived: NDArray[np.bool_]) -> None:
+        job.arrived = arrived
+        job.complete(arrived)
+        job.ended.set()
+        self._sessions.copy_ended(job.session)

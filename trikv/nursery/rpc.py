@@ -1,0 +1,363 @@
+"""Cap'n Proto at the daemon's edge: connections, servants, and who may connect.
+
+Decided here: that no capnp object leaves this file, that every refusal is a coded reply, and that a
+connection's end closes its sessions. This file does not decide about blocks: it reads a message with
+`wire`, calls the service, and writes the answer.
+
+pycapnp 2.2 crashes the process when an open connection is left to the cyclic collector or freed on another
+thread: streams and servers are closed in `finally`, and everything here runs on one thread.
+"""
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import capnp
+import structlog
+
+from trikv import __version__, wire
+from trikv.core.calls import Named
+from trikv.core.errors import BadRequestError, ForbiddenError, KvError, UnsupportedVersionError
+from trikv.nursery.guest import Guest
+from trikv.nursery.service import Service
+from trikv.nursery.sessions import Session
+from trikv.nursery.status import Facts, write_status
+from trikv.tiers.hostmem import Process
+
+log = structlog.get_logger()
+
+SOFTWARE = f"trikv-daemon {__version__}"
+ACCEPT_BACKOFF_S = 0.2
+MESSAGE_CHARS_MAX = 1_000
+
+
+class Connection:
+    """What all servants of one connection share."""
+
+    def __init__(
+        self,
+        service: Service,
+        guest: Guest,
+        facts: Facts,
+        open_process: Callable[[], Process | None],
+    ) -> None:
+        self.service = service
+        self.guest = guest
+        self.facts = facts
+        self.open_process = open_process
+        self.sessions: set[Session] = set()
+
+    def close(self) -> None:
+        """The connection is gone, and with it everyone who spoke through it."""
+        for session in list(self.sessions):
+            self.service.sessions.close(session, "disconnected")
+
+    def refuse(self, reply: Any, error: KvError) -> None:  # noqa: ANN401  # a pycapnp builder
+        """Write an expected error into a reply's union."""
+        self.service.store.cache.counters.error_total += 1
+        log.debug("call.refused", code=error.code, reason=str(error))
+        refusal = reply.init("error")
+        refusal.code = error.code
+        refusal.message = str(error)[:MESSAGE_CHARS_MAX]
+
+
+def _read(function: Callable[[Any], Any], message: Any) -> Any:  # noqa: ANN401
+    """Read a message; what pycapnp cannot read is the sender's fault.
+
+    Raises:
+        BadRequestError: the message is malformed or breaks a bound.
+    """
+    try:
+        return function(message)
+    except (capnp.KjException, UnicodeDecodeError, ValueError, OverflowError) as error:
+        raise BadRequestError(f"unreadable message: {str(error).splitlines()[0][:200]}") from None
+
+
+class SessionServant(wire.SCHEMA.Session.Server):
+    """One session; its methods mirror the schema."""
+
+    def __init__(self, connection: Connection, session: Session) -> None:
+        self._connection = connection
+        self._session = session
+        self._service = connection.service
+
+    def __del__(self) -> None:  # capnp dropped the last reference: released, or disconnected
+        self._connection.sessions.discard(self._session)
+        self._service.sessions.close(self._session, "released")
+
+    async def declare_context(self, context: Any) -> None:
+        """See the schema."""
+        reply = context.results.init("reply")
+        try:
+            call = _read(wire.read_declare, context.params.instance)
+            named: Named = await self._connection.guest.run(
+                self._service.declare, self._session, call
+            )
+        except KvError as error:
+            return self._connection.refuse(reply, error)
+        ok = reply.init("ok")
+        ok.namespace = named.namespace
+        ok.notes = list(named.notes)
+        return None
+
+    async def register_context(self, context: Any) -> None:
+        """See the schema."""
+        reply = context.results.init("reply")
+        try:
+            call = _read(wire.read_register, context.params.rank)
+            named: Named = await self._connection.guest.run(
+                self._service.register, self._session, call
+            )
+        except KvError as error:
+            return self._connection.refuse(reply, error)
+        ok = reply.init("ok")
+        ok.namespace = named.namespace
+        ok.pageBytes = list(named.page_bytes)
+        ok.notes = list(named.notes)
+        return None
+
+    async def query_context(self, context: Any) -> None:
+        """See the schema; answered without a hop."""
+        reply = context.results.init("reply")
+        try:
+            answer = self._service.query(
+                self._session, _read(wire.read_query, context.params.query)
+            )
+        except KvError as error:
+            return self._connection.refuse(reply, error)
+        ok = reply.init("ok")
+        ok.hitCount = answer.hit_count
+        ok.lease = answer.lease
+        ok.leaseSeconds = answer.lease_s
+        return None
+
+    async def save_context(self, context: Any) -> None:
+        """See the schema."""
+        reply = context.results.init("reply")
+        try:
+            call = _read(wire.read_save, context.params.save)
+            saved = await self._connection.guest.run(self._service.save, self._session, call)
+        except KvError as error:
+            return self._connection.refuse(reply, error)
+        ok = reply.init("ok")
+        ok.savedCount = saved.saved_count
+        ok.presentCount = saved.present_count
+        ok.refusedCount = saved.refused_count
+        return None
+
+    async def load_context(self, context: Any) -> None:
+        """See the schema."""
+        reply = context.results.init("reply")
+        try:
+            call = _read(wire.read_load, context.params.load)
+            failed = await self._connection.guest.run(self._service.load, self._session, call)
+        except KvError as error:
+            return self._connection.refuse(reply, error)
+        reply.init("ok").failed = wire.array_to_ids(failed)
+        return None
+
+    async def release_context(self, context: Any) -> None:
+        """See the schema; a malformed list is ignored: there is nobody to tell."""
+        try:
+            self._service.release(self._session, _read(wire.read_requests, context.params.requests))
+        except KvError as error:
+            log.debug("call.refused", code=error.code, reason=str(error))
+
+    async def heartbeat_context(self, context: Any) -> None:
+        """See the schema; a session that has ended answers with a broken call."""
+        del context
+        self._service.heartbeat(self._session)
+
+    async def reset_context(self, context: Any) -> None:
+        """See the schema."""
+        reply = context.results.init("reply")
+        try:
+            dropped = self._service.reset(self._session)
+        except KvError as error:
+            return self._connection.refuse(reply, error)
+        reply.init("ok").droppedCount = dropped
+        return None
+
+
+class KvServant(wire.SCHEMA.Kv.Server):
+    """The bootstrap capability of one connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def hello_context(self, context: Any) -> None:
+        """See the schema."""
+        connection = self._connection
+        reply = context.results.init("reply")
+        try:
+            hello = context.params.hello
+            _check_version(int(hello.protocol))
+            software = _read(
+                lambda message: wire.text(message.software, "software", bytes_max=256, bytes_min=0),
+                hello,
+            )
+            session = _open_session(connection, software)
+        except KvError as error:
+            return connection.refuse(reply, error)
+        connection.sessions.add(session)
+        ok = reply.init("ok")
+        ok.protocol = wire.PROTOCOL
+        ok.software = SOFTWARE
+        ok.epoch = connection.facts.epoch
+        ok.heartbeatSeconds = connection.service.sessions.silence_s
+        ok.session = SessionServant(connection, session)
+        return None
+
+    async def status_context(self, context: Any) -> None:
+        """See the schema."""
+        write_status(
+            context.results.init("status"), self._connection.service, self._connection.facts
+        )
+
+
+def _check_version(theirs: int) -> None:
+    if abs(theirs - wire.PROTOCOL) > 1:
+        message = f"this daemon speaks protocol {wire.PROTOCOL} ({SOFTWARE}), the caller {theirs}: upgrade the older one"
+        raise UnsupportedVersionError(message)
+
+
+def _open_session(connection: Connection, software: str) -> Session:
+    process = connection.open_process()
+    try:
+        return connection.service.hello(process, software)
+    except KvError:
+        if process is not None:
+            process.close()
+        raise
+
+
+class Listener:
+    """Accepts connections of this user's processes and serves each until it ends."""
+
+    def __init__(
+        self,
+        service: Service,
+        guest: Guest,
+        facts: Facts,
+        open_process: Callable[[int], Process],
+        *,
+        connections_max: int,
+    ) -> None:
+        self._service = service
+        self._guest = guest
+        self._facts = facts
+        self._open_process = open_process
+        self._connections_max = connections_max
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, listening: socket.socket) -> None:
+        """Accept until cancelled.
+
+        At the bound: further connections are closed at once. Out of descriptors: accepting pauses.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listening)
+            except OSError as error:
+                log.warning("accept.failed", reason=error.strerror)
+                await asyncio.sleep(ACCEPT_BACKOFF_S)
+                continue
+            if len(self._tasks) >= self._connections_max:
+                log.warning(
+                    "connection.refused",
+                    reason="too many connections",
+                    count_max=self._connections_max,
+                )
+                sock.close()
+                continue
+            self._spawn(self._serve(sock))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """End all connections; calls in flight are cancelled."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        try:
+            pid = peer_pid(sock)
+        except (KvError, OSError) as error:
+            log.warning("connection.refused", reason=str(error))
+            sock.close()
+            return
+
+        def open_process() -> Process | None:
+            try:
+                return self._open_process(pid) if pid is not None else None
+            except OSError as error:
+                raise ForbiddenError(f"process {pid} cannot be watched: {error.strerror}") from None
+
+        connection = Connection(self._service, self._guest, self._facts, open_process)
+        if sock.family == socket.AF_UNIX:
+            stream = await capnp.AsyncIoStream.create_unix_connection(sock=sock)
+        else:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            stream = await capnp.AsyncIoStream.create_connection(sock=sock)
+        server = capnp.TwoPartyServer(
+            stream, bootstrap=KvServant(connection), traversal_limit_in_words=wire.MESSAGE_WORDS_MAX
+        )
+        try:
+            await server.on_disconnect()
+        except capnp.KjException as error:
+            log.warning("connection.broken", reason=error.description.splitlines()[0][:200])
+        finally:
+            connection.close()
+            stream.close()
+            server.close()
+
+
+def peer_pid(sock: socket.socket) -> int | None:
+    """The process at the other end of a unix socket, None over TCP.
+
+    Raises:
+        ForbiddenError: it belongs to another user.
+    """
+    allowed = {os.geteuid(), 0}
+    if sock.family == socket.AF_UNIX:
+        size = struct.calcsize("3i")
+        pid, uid, _ = struct.unpack(
+            "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        )
+        if uid not in allowed:
+            raise ForbiddenError(
+                f"process {pid} of user {uid} is refused: this daemon serves user {os.geteuid()}"
+            )
+        return int(pid)
+    uid = _tcp_peer_uid(sock)
+    if uid not in allowed:
+        raise ForbiddenError(
+            f"a TCP caller of user {uid} is refused: this daemon serves user {os.geteuid()}"
+        )
+    return None
+
+
+def _tcp_peer_uid(sock: socket.socket) -> int | None:
+    """Who owns the other end of a loopback connection, from the kernel's own table."""
+    port = f"{sock.getpeername()[1]:04X}"
+    here = f"{sock.getsockname()[1]:04X}"
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            rows = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for row in rows:
+            columns = row.split()
+            if columns[1].endswith(f":{port}") and columns[2].endswith(f":{here}"):
+                return int(columns[7])
+    return None

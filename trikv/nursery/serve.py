@@ -1,0 +1,209 @@
+"""`trikv-daemon`: from settings to a serving process, and back in order.
+
+Decided here: what is opened before what, so that shutdown is nesting read backwards: no new connections,
+calls drained until a deadline, copies ended, connections closed, memory unmapped last.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import capnp
+import structlog
+import trio
+
+from trikv import __version__, config
+from trikv.config import SettingError, Settings
+from trikv.core.cache import Cache, Limits
+from trikv.core.engines import Engines
+from trikv.core.pages import PAGE_ALIGN
+from trikv.nursery.copying import Copying
+from trikv.nursery.guest import Guest
+from trikv.nursery.listening import AddressError, bind
+from trikv.nursery.logs import set_up_logging
+from trikv.nursery.rpc import Listener
+from trikv.nursery.service import Service, sweep
+from trikv.nursery.sessions import Sessions
+from trikv.nursery.status import Facts
+from trikv.nursery.store import Store
+from trikv.tiers import pool as pools
+from trikv.tiers.hostmem import HeldProcess, HostMemory
+
+log = structlog.get_logger()
+
+SLAB_BYTES_MIN = 2 << 20
+SLAB_BYTES_MAX = 1 << 30
+SLABS_WANTED = 64
+BLOCKS_MAX = 1 << 24
+QUEUE_JOBS_MAX = 1_024
+SWEEP_S = 0.25
+EXIT_USAGE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """The parts of a running daemon, wired."""
+
+    settings: Settings
+    pool: pools.Pool
+    service: Service
+    facts: Facts
+
+
+def slab_bytes_for(pool_bytes: int, wanted: int | None) -> int:
+    """Size of a slab: the setting, else a 64th of the pool within bounds; a multiple of the page size."""
+    size = wanted or min(max(pool_bytes // SLABS_WANTED, SLAB_BYTES_MIN), SLAB_BYTES_MAX)
+    return min(size, pool_bytes) // PAGE_ALIGN * PAGE_ALIGN
+
+
+def build(settings: Settings, pool: pools.Pool) -> Daemon:
+    """Wire the parts; opens nothing."""
+    rows = settings.max_blocks or min(pool.bytes // PAGE_ALIGN, BLOCKS_MAX)
+    limits = Limits(lease_s=settings.lease_seconds, fill_s=settings.fill_seconds)
+    slab_bytes = slab_bytes_for(pool.bytes, settings.slab_size)
+    cache = Cache(
+        pool.bytes, slab_bytes, entries_max=rows, seed=secrets.randbits(63), limits=limits
+    )
+    store = Store(cache, Engines(settings.max_engines), trio.current_time)
+    sessions = Sessions(store, 4 * settings.max_engines + 64, settings.heartbeat_seconds)
+    memory = HostMemory(pool.address, threads=2 * settings.copy_threads)
+    saving, loading = (
+        Copying(
+            name, memory, sessions, workers=settings.copy_threads, queue_jobs_max=QUEUE_JOBS_MAX
+        )
+        for name in ("save", "load")
+    )
+    service = Service(store, sessions, saving, loading, memory)
+    epoch = time.time_ns()  # noqa: TID251  # a name that differs after each start, not a clock
+    return Daemon(settings, pool, service, Facts(epoch, 0.0, pool.backing))
+
+
+async def run_trio(
+    daemon: Daemon, closing: trio.Event, open_calls: Callable[[trio.Nursery], None]
+) -> None:
+    """All tasks of the daemon; from the inside out: calls, copies, what watches."""
+    daemon.facts.started_s = trio.current_time()
+    async with trio.open_nursery() as back:
+        await back.start(daemon.service.sessions.run)
+        await back.start(
+            lambda task_status: sweep(
+                daemon.service.store, every_s=SWEEP_S, task_status=task_status
+            )
+        )
+        back.start_soon(populate, daemon)
+        async with trio.open_nursery() as copies:
+            await copies.start(daemon.service.saving.run)
+            await copies.start(daemon.service.loading.run)
+            async with trio.open_nursery() as calls:
+                open_calls(calls)
+                await closing.wait()
+                calls.cancel_scope.deadline = trio.current_time() + daemon.settings.drain_seconds
+            copies.cancel_scope.cancel()
+        back.cancel_scope.cancel()
+
+
+async def populate(daemon: Daemon) -> None:
+    """Touch the pool in the background, slab by slab, so that no save waits for fresh pages."""
+    pages = daemon.service.store.cache.pages
+    limiter = trio.CapacityLimiter(1)
+    begin_s = trio.current_time()
+    for slab in range(pages.slab_count):
+        try:
+            await trio.to_thread.run_sync(
+                daemon.pool.populate, slab * pages.slab_bytes, pages.slab_bytes, limiter=limiter
+            )
+        except OSError as error:
+            daemon.facts.state = (
+                f"degraded: the machine has no memory for the whole pool ({error.strerror})"
+            )
+            log.error(
+                "pool.short", bytes_ready=slab * pages.slab_bytes, bytes_wanted=pages.capacity_bytes
+            )  # noqa: TRY400
+            return
+    log.debug(
+        "pool.touched", bytes=pages.capacity_bytes, took_s=round(trio.current_time() - begin_s, 3)
+    )
+
+
+async def host(daemon: Daemon) -> None:
+    """Serve until SIGTERM or SIGINT; a second one ends at once."""
+    settings, loop = daemon.settings, asyncio.get_running_loop()
+    stop, closing, guest = asyncio.Event(), trio.Event(), Guest()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: os._exit(1) if stop.is_set() else stop.set())
+    with bind(settings.addr, os.environ) as (address, listening):
+        await guest.start(run_trio, daemon, closing)
+        listener = Listener(
+            daemon.service,
+            guest,
+            daemon.facts,
+            HeldProcess,
+            connections_max=8 * settings.max_engines + 64,
+        )
+        async with capnp.kj_loop():
+            accepting = asyncio.create_task(listener.run(listening))
+            stopped = asyncio.create_task(stop.wait())
+            pages = daemon.service.store.cache.pages
+            log.info(
+                "daemon.ready",
+                addr=str(address),
+                pool_gib=round(pages.capacity_bytes / 2**30, 2),
+                slabs=pages.slab_count,
+                backing=daemon.pool.backing,
+                pid=os.getpid(),
+                version=__version__,
+            )
+            ends: list[asyncio.Future[Any]] = [accepting, stopped, guest.ended]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            accepting.cancel()
+            stopped.cancel()
+            daemon.facts.state = "draining"
+            daemon.service.sessions.is_shutting_down = True
+            guest.close_calls()
+            closing.set()
+            result = await guest.ended
+            await listener.close()
+        result.unwrap()
+    log.info("daemon.ended")
+
+
+def main() -> None:
+    """Entry point of `trikv-daemon`."""
+    if not __debug__:
+        sys.exit("trikv-daemon: the checks are part of it: run without -O and PYTHONOPTIMIZE")
+    try:
+        settings = config.load(sys.argv[1:], os.environ)
+        size = settings.pool_size or pools.default_bytes()
+        available = pools.available_bytes()
+        if settings.pool_size and not settings.use_hugepages and size > available:
+            raise SettingError(f"--pool-size: {size} bytes, but only {available} are available")
+        if settings.slab_size and settings.slab_size > size:
+            raise SettingError("--slab-size: larger than the pool")
+    except SettingError as error:
+        print(f"trikv-daemon: {error}", file=sys.stderr)  # noqa: T201  # the one clear line
+        sys.exit(EXIT_USAGE)
+    set_up_logging(settings.log_level, settings.log_format)
+    try:
+        pool = pools.open_pool(
+            size // PAGE_ALIGN * PAGE_ALIGN, use_hugepages=settings.use_hugepages
+        )
+    except OSError as error:
+        sys.exit(f"trikv-daemon: --pool-size {size}: {error}")
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(host(build(settings, pool)))
+    except AddressError as error:
+        sys.exit(f"trikv-daemon: {error}")
+    finally:
+        pool.close()
+
+
+if __name__ == "__main__":
+    main()

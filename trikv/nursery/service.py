@@ -1,0 +1,169 @@
+"""What a daemon does for its callers, one method a call of the schema.
+
+Decided here: which calls are answered at once and which wait for a copy, and what a session may ask. Knows
+neither capnp nor asyncio: tests and simulations call it under `trio.run`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import trio
+from numpy.typing import NDArray
+
+from trikv.core.calls import Answer, Declare, Load, Named, Query, Register, Save, Saved
+from trikv.core.errors import BadRequestError, ForbiddenError
+from trikv.core.layout import GroupLayout
+from trikv.core.words import InstanceName, Offsets, RequestId
+from trikv.nursery.copying import Copying, Job, Memory
+from trikv.nursery.sessions import Session, Sessions
+from trikv.nursery.store import Store
+from trikv.tiers.hostmem import Process
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The daemon's calls."""
+
+    store: Store
+    sessions: Sessions
+    saving: Copying
+    loading: Copying
+    memory: Memory
+
+    def hello(self, process: Process | None, software: str) -> Session:
+        """Begin a session; see `Sessions.open`."""
+        return self.sessions.open(process, software)
+
+    async def declare(self, session: Session, call: Declare) -> Named:
+        """A scheduler says what its engine is; waits for the end of a session that this one replaces."""
+        self._speak_for(session, call.instance)
+        await self.sessions.supersede(session, call.instance, None)
+        self.sessions.use(session)
+        named = self.store.declare(session.id, call)
+        session.instance = call.instance
+        return named
+
+    async def register(self, session: Session, call: Register) -> Named:
+        """A rank says where its blocks lie; waits for the end of a session that this one replaces."""
+        self._speak_for(session, call.instance)
+        if session.process is None:
+            raise ForbiddenError("process memory can be registered over the unix socket only")
+        await self.sessions.supersede(session, call.instance, call.rank)
+        self.sessions.use(session)
+        named = self.store.register(session.id, call)
+        session.instance = call.instance
+        session.fences[call.rank] = (call.fence_address, call.fence_count)
+        return named
+
+    def query(self, session: Session, call: Query) -> Answer:
+        """Answered at once."""
+        self.sessions.use(session)
+        hit = self.store.query(session.instance, call)
+        if hit.lease is None:
+            return Answer(0, 0, 0.0)
+        return Answer(hit.count, hit.lease.id, hit.lease.deadline_s - self.store.now_s())
+
+    async def save(self, session: Session, call: Save) -> Saved:
+        """Returns when no byte of the blocks will be read any more.
+
+        Cancellation: the copy goes on and ends by itself.
+        """
+        self.sessions.use(session)
+        self.saving.check_room()
+        fence = self._fence(session, call)
+        plan, layout = self.store.prepare_save(session.id, session.instance, call)
+        if len(plan.entries) == 0:
+            self.store.complete_save(plan, np.empty(0, np.bool_), layout)
+            return Saved(0, plan.present_count, plan.refused_count)
+        job = self._start(
+            self.saving,
+            session,
+            layout,
+            call.blocks[plan.positions],
+            plan.offsets,
+            lambda copied: self.store.complete_save(plan, copied, layout),
+            fence=fence,
+        )
+        await job.ended.wait()
+        saved = int(job.arrived.sum())
+        return Saved(saved, plan.present_count, plan.refused_count + len(plan.entries) - saved)
+
+    async def load(self, session: Session, call: Load) -> NDArray[np.int32]:
+        """Returns positions of blocks that did not arrive, when no byte will be written any more.
+
+        Cancellation: the copy goes on and ends by itself; the engine's session decides about its memory.
+        """
+        self.sessions.use(session)
+        self.loading.check_room()
+        plan, layout = self.store.prepare_load(session.id, session.instance, call)
+        job = self._start(
+            self.loading,
+            session,
+            layout,
+            call.blocks,
+            plan.offsets,
+            lambda copied: self.store.complete_load(plan, copied, layout),
+            stop_s=self.store.now_s() + call.budget_s if call.budget_s else None,
+        )
+        await job.ended.wait()
+        return np.flatnonzero(~job.arrived).astype(np.int32)
+
+    def release(self, session: Session, requests: list[RequestId]) -> None:
+        """These requests have ended."""
+        self.sessions.use(session)
+        self.store.release(session.instance, requests)
+
+    def heartbeat(self, session: Session) -> None:
+        """The session is alive."""
+        self.sessions.use(session)
+
+    def reset(self, session: Session) -> int:
+        """Forget every block of the instance's namespace."""
+        self.sessions.use(session)
+        return self.store.reset(session.instance)
+
+    def _speak_for(self, session: Session, instance: InstanceName) -> None:
+        self.sessions.use(session)
+        if session.instance not in {None, instance}:
+            raise BadRequestError(f"this session speaks for {session.instance!r}")
+
+    @staticmethod
+    def _fence(session: Session, call: Save) -> tuple[int, int] | None:
+        address, count = session.fences.get(call.rank, (0, 0))
+        if count == 0:
+            return None
+        if call.fence >= count:
+            raise BadRequestError(f"fence {call.fence} of {count}")
+        return address + 8 * call.fence, call.generation
+
+    def _start(
+        self,
+        copying: Copying,
+        session: Session,
+        layout: GroupLayout,
+        blocks: NDArray[np.int32],
+        offsets: Offsets,
+        complete: Callable[[NDArray[np.bool_]], None],
+        *,
+        fence: tuple[int, int] | None = None,
+        stop_s: float | None = None,
+    ) -> Job:
+        assert session.process is not None
+        into_engine = copying is self.loading
+        transfer = self.memory.transfer(
+            session.process, layout, blocks, offsets, into_engine=into_engine
+        )
+        job = Job(session, transfer, len(blocks), complete, fence, stop_s)
+        copying.start(job)
+        return job
+
+
+async def sweep(
+    store: Store, *, every_s: float, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """End leases and half-filled blocks whose time is over; runs until cancelled."""
+    task_status.started()
+    while True:
+        await trio.sleep(every_s)
+        store.sweep()

@@ -1,0 +1,82 @@
+"""Facts about a running daemon, for people and tools.
+
+Decided here: what `status` says, in the schema's names. Costs one scan of the block columns; changes
+nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from trikv import __version__
+from trikv.core.blocks import State
+from trikv.nursery.service import Service
+
+
+@dataclass(slots=True)
+class Facts:
+    """What does not come from the core."""
+
+    epoch: int
+    started_s: float
+    backing: str
+    state: str = "serving"
+
+
+def write_status(status: Any, service: Service, facts: Facts) -> None:  # noqa: ANN401  # a pycapnp builder
+    """Fill in `Status`."""
+    status.software = f"trikv-daemon {__version__}"
+    status.epoch = facts.epoch
+    status.uptimeSeconds = service.store.now_s() - facts.started_s
+    status.state = facts.state
+    _write_pool(status.init("pool"), service, facts)
+    _write_namespaces(status, service)
+    _write_engines(status, service)
+    counters = service.store.cache.counters.items()
+    rows = status.init("counters", len(counters))
+    for row, (name, value) in zip(rows, counters, strict=True):
+        row.name, row.value = name, value
+
+
+def _write_pool(pool: Any, service: Service, facts: Facts) -> None:  # noqa: ANN401
+    cache = service.store.cache
+    pool.capacityBytes = cache.pages.capacity_bytes
+    pool.usedBytes = cache.pages.used_bytes
+    pool.pinnedBytes = cache.leases.pinned_bytes
+    pool.slabBytes = cache.pages.slab_bytes
+    pool.slabCount = cache.pages.slab_count
+    pool.slabFreeCount = cache.pages.free_slab_count
+    pool.blockCount = cache.blocks.counts[State.SEALED]
+    pool.fillingCount = cache.blocks.counts[State.FILLING]
+    pool.leaseCount = len(cache.leases.active)
+    pool.backing = facts.backing
+
+
+def _write_namespaces(status: Any, service: Service) -> None:  # noqa: ANN401
+    cache = service.store.cache
+    resident = cache.blocks_by_space()
+    namespaces = service.store.engines.namespaces.by_fingerprint.values()
+    for row, namespace in zip(status.init("namespaces", len(namespaces)), namespaces, strict=True):
+        row.fingerprint = namespace.fingerprint.hex()
+        row.model = namespace.model
+        row.blockCount = sum(resident.get(space, 0) for space in namespace.spaces)
+        row.bytes = sum(
+            resident.get(space, 0) * cache.spaces[space].block_bytes for space in namespace.spaces
+        )
+        row.engineCount = namespace.instances
+        for item, (name, value) in zip(
+            row.init("fields", len(namespace.fields)), namespace.fields, strict=True
+        ):
+            item.name, item.value = name, value
+
+
+def _write_engines(status: Any, service: Service) -> None:  # noqa: ANN401
+    instances = service.store.engines.by_name.values()
+    sessions = service.sessions.open_sessions.values()
+    for row, instance in zip(status.init("engines", len(instances)), instances, strict=True):
+        row.name = instance.name
+        row.namespace = instance.namespace.fingerprint.hex() if instance.namespace else ""
+        row.rankCount = instance.rank_count
+        row.ranksRegistered = len(instance.ranks)
+        own = {one.process.pid for one in sessions if one.instance == instance.name and one.process}
+        row.pids = sorted(own)
+        row.state = instance.missing() or "ready"

@@ -1,0 +1,199 @@
+"""The owner of the core: plain methods that never wait, and the clock they need.
+
+Decided here: how an engine's call reaches cache and engines, in the order that keeps both right when a
+call is refused. This file does not know connections, memory or tasks; nothing here has a checkpoint.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trikv.core.cache import Cache, Hit, Key, LoadPlan, SavePlan
+from trikv.core.calls import Declare, Load, Named, Query, Register, Save
+from trikv.core.engines import Engines, Instance
+from trikv.core.errors import BadRequestError, KvError, LeaseLostError
+from trikv.core.layout import GroupLayout
+from trikv.core.namespace import NAMESPACES_MAX, Namespace
+from trikv.core.words import InstanceName, RequestId, SessionId, SpaceId
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Everything the daemon knows about blocks and engines."""
+
+    cache: Cache
+    engines: Engines
+    now_s: Callable[[], float]
+
+    # -- instances
+
+    def declare(self, session: SessionId, call: Declare) -> Named:
+        """An engine's scheduler says what it is.
+
+        Raises:
+            KvError: refused; the session has said nothing.
+        """
+        self._make_room_for_namespace()
+        instance = self.engines.declare(
+            session, call.instance, rank_count=call.rank_count, fields=call.fields
+        )
+        return self._named(session, instance, ())
+
+    def register(self, session: SessionId, call: Register) -> Named:
+        """A rank says where its blocks lie.
+
+        Raises:
+            KvError: refused; the session has said nothing.
+        """
+        self._make_room_for_namespace()
+        groups = tuple(
+            GroupLayout(call.ranges, one.pieces, one.block_count, one.layout) for one in call.groups
+        )
+        instance = self.engines.register(session, call.instance, call.rank, groups)
+        return self._named(session, instance, tuple(group.page_bytes for group in groups))
+
+    def _named(self, session: SessionId, instance: Instance, page_bytes: tuple[int, ...]) -> Named:
+        namespace = instance.namespace
+        if namespace is None:
+            return Named("", page_bytes, ())
+        try:
+            self._open_spaces(namespace)
+        except KvError:
+            self.session_lost(session)
+            raise
+        notes = self.engines.namespaces.notes(namespace)
+        return Named(namespace.fingerprint.hex(), page_bytes, tuple(notes))
+
+    def _open_spaces(self, namespace: Namespace) -> None:
+        for space, page_bytes in zip(namespace.spaces, namespace.pages, strict=True):
+            self.cache.open_space(space, page_bytes)
+
+    def _make_room_for_namespace(self) -> None:
+        """At the bound, forget namespaces that have neither engines nor blocks."""
+        namespaces = self.engines.namespaces
+        if len(namespaces.by_fingerprint) < NAMESPACES_MAX:
+            return
+        resident = self.cache.blocks_by_space()
+        for namespace in list(namespaces.by_fingerprint.values()):
+            if namespace.instances == 0 and not any(
+                space in resident for space in namespace.spaces
+            ):
+                namespaces.forget(namespace)
+
+    def session_lost(self, session: SessionId) -> None:
+        """Forget everything a session said; its copies must have ended."""
+        for name in self.engines.session_lost(session):
+            self.cache.release_instance(name)
+
+    # -- calls of a complete instance
+
+    def query(self, name: InstanceName | None, call: Query) -> Hit:
+        """How many leading blocks are at hand, with a lease.
+
+        Raises:
+            NotReadyError, BadRequestError: refused.
+        """
+        key = self._key(name, call.group, call.request)
+        return self.cache.query(key, call.words, now_s=self.now_s())
+
+    def prepare_save(
+        self, session: SessionId, name: InstanceName | None, call: Save
+    ) -> tuple[SavePlan, GroupLayout]:
+        """Claim pages for what the rank has to copy.
+
+        Raises:
+            NotReadyError, BadRequestError: refused, nothing claimed.
+        """
+        layout = self._layout(session, name, call.rank, call.group)
+        layout.check_blocks(call.blocks)
+        key = self._key(name, call.group, call.request)
+        plan = self.cache.prepare_save(
+            key, call.words, rank=call.rank, first=call.first, now_s=self.now_s()
+        )
+        return plan, layout
+
+    def complete_save(self, plan: SavePlan, copied: NDArray[np.bool_], layout: GroupLayout) -> None:
+        """The copy has ended."""
+        self.cache.complete_save(plan, copied, copied_bytes=int(copied.sum()) * layout.page_bytes)
+
+    def prepare_load(
+        self, session: SessionId, name: InstanceName | None, call: Load
+    ) -> tuple[LoadPlan, GroupLayout]:
+        """Pin what the rank wants to copy out.
+
+        Raises:
+            LeaseLostError, NotReadyError, BadRequestError: refused, nothing pinned.
+        """
+        instance = self.engines.ready(name)
+        lease = self.cache.leases.use(call.lease, instance.name, call.rank, now_s=self.now_s())
+        space = SpaceId(int(self.cache.blocks.space[lease.entries[0]]))
+        group = self._group_of(instance, space)
+        layout = self._layout(session, name, call.rank, group)
+        layout.check_blocks(call.blocks)
+        if len(np.unique(call.blocks)) < len(call.blocks):
+            raise BadRequestError("an engine block stands twice in one load")
+        plan = self.cache.prepare_load(
+            call.lease, instance.name, call.rank, call.first, len(call.blocks), now_s=self.now_s()
+        )
+        return plan, layout
+
+    def complete_load(self, plan: LoadPlan, copied: NDArray[np.bool_], layout: GroupLayout) -> None:
+        """The copy has ended."""
+        count = int(copied.sum())
+        self.cache.complete_load(plan, copied_count=count, copied_bytes=count * layout.page_bytes)
+
+    def release(self, name: InstanceName | None, requests: list[RequestId]) -> None:
+        """These requests have ended."""
+        if name is not None:
+            for request in requests:
+                self.cache.release(name, request)
+
+    def reset(self, name: InstanceName | None) -> int:
+        """Make every block of the instance's namespace unreachable; returns how many.
+
+        Raises:
+            NotReadyError: refused.
+        """
+        namespace = self._namespace(self.engines.ready(name))
+        dropped = sum(
+            self.cache.drop_space(space) for space in self.engines.namespaces.renew(namespace)
+        )
+        self._open_spaces(namespace)
+        return dropped
+
+    def sweep(self) -> None:
+        """End what is over: leases, and blocks whose ranks did not all save."""
+        self.cache.expire_leases(now_s=self.now_s())
+        self.cache.expire_fills(now_s=self.now_s())
+
+    # -- look-ups
+
+    def _key(self, name: InstanceName | None, group: int, request: RequestId) -> Key:
+        instance = self.engines.ready(name)
+        spaces = self._namespace(instance).spaces
+        if group >= len(spaces):
+            raise BadRequestError(f"group {group} of {len(spaces)}")
+        return Key(instance.name, request, spaces[group])
+
+    def _layout(
+        self, session: SessionId, name: InstanceName | None, rank: int, group: int
+    ) -> GroupLayout:
+        facts = self.engines.ready(name).ranks.get(rank)
+        if facts is None or facts.session != session:
+            raise BadRequestError(f"rank {rank} is not registered by this session")
+        if group >= len(facts.groups):
+            raise BadRequestError(f"group {group} of {len(facts.groups)}")
+        return facts.groups[group]
+
+    def _group_of(self, instance: Instance, space: SpaceId) -> int:
+        spaces = self._namespace(instance).spaces
+        if space not in spaces:
+            raise LeaseLostError("the lease is of a namespace that was reset: query again")
+        return spaces.index(space)
+
+    @staticmethod
+    def _namespace(instance: Instance) -> Namespace:
+        assert instance.namespace is not None
+        return instance.namespace

@@ -1,0 +1,1 @@
+"""Places where pages are, and the ways to move them."""

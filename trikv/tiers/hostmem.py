@@ -1,0 +1,218 @@
+"""Copies between an engine's process memory and the pool, for engines without a GPU.
+
+Decided here: how pieces become `process_vm_readv` and `process_vm_writev` calls, when a copy stops early,
+and what counts as arrived. This file does not know blocks, leases or sessions; addresses come checked.
+
+Both calls need the right to trace the process: same user, and where Yama restricts it the engine's worker
+names the daemon with PR_SET_PTRACER. They release the GIL, so they run in threads.
+"""
+
+import ctypes
+import os
+import select
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+import trio
+from numpy.typing import NDArray
+
+from trikv.core.errors import EngineLostError, ForbiddenError
+from trikv.core.layout import GroupLayout
+
+IOV_MAX: Final = 1_024
+CALL_BYTES_MAX: Final = 64 << 20
+"""Bytes of one system call, so that stopping early is seen within milliseconds."""
+
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+for _function in (_LIBC.process_vm_readv, _LIBC.process_vm_writev):
+    _function.restype = ctypes.c_ssize_t
+    _function.argtypes = (
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    )
+
+
+class Process(Protocol):
+    """What must be known of the process at the other end."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        ...
+
+    def is_alive(self) -> bool:
+        """False for ever once it has ended."""
+        ...
+
+    def close(self) -> None:
+        """Give back what holds it."""
+        ...
+
+
+class HeldProcess:
+    """One engine process, held by a descriptor so that its number cannot come to mean another.
+
+    Ownership: `close` gives the descriptor back; the shell may wait for it to become readable, which
+    means that the process has ended.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self._poll = select.poll()
+        self._poll.register(self.pidfd, select.POLLIN)
+
+    def is_alive(self) -> bool:
+        """False for ever once the process has ended."""
+        return not self._poll.poll(0)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        os.close(self.pidfd)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Blocks to move.
+
+    Attributes:
+        process: whose memory.
+        pieces: uint64[blocks, pieces], addresses in the process, in page order.
+        lengths: uint64[pieces].
+        pages: uint64[blocks], addresses of the pages in this process.
+        into_engine: direction.
+    """
+
+    process: Process
+    pieces: NDArray[np.uint64]
+    lengths: NDArray[np.uint64]
+    pages: NDArray[np.uint64]
+    into_engine: bool
+
+
+def run(copy: Copy, is_stopped: Callable[[], bool]) -> NDArray[np.bool_]:
+    """Move the bytes; blocks the calling thread, releases the GIL while bytes move.
+
+    Args:
+        copy: what to move.
+        is_stopped: asked before each system call; blocks not begun by then do not arrive.
+
+    Returns:
+        bool[blocks]: which blocks are whole. When this returns, no byte is touched any more.
+
+    Raises:
+        ForbiddenError: the kernel does not let this process touch that one.
+        EngineLostError: the process has ended.
+    """
+    count = len(copy.pages)
+    arrived = np.zeros(count, np.bool_)
+    page_bytes = int(copy.lengths.sum())
+    step = max(1, min(IOV_MAX // len(copy.lengths), CALL_BYTES_MAX // page_bytes, IOV_MAX))
+    for first in range(0, count, step):
+        if is_stopped():
+            break
+        if not copy.process.is_alive():
+            raise EngineLostError(f"process {copy.process.pid} has ended")
+        moved = _move(copy, first, min(first + step, count), page_bytes)
+        whole = moved // page_bytes
+        arrived[first : first + whole] = True
+        if first + whole < min(first + step, count):
+            break  # a piece's memory is gone: what follows would be too
+    return arrived
+
+
+def _move(copy: Copy, first: int, last: int, page_bytes: int) -> int:
+    """Move blocks `first` to `last` - 1; returns the bytes moved, less than all when memory is gone."""
+    local = np.empty((last - first, 2), np.uint64)
+    local[:, 0] = copy.pages[first:last]
+    local[:, 1] = page_bytes
+    table = np.empty((last - first, len(copy.lengths), 2), np.uint64)
+    table[:, :, 0] = copy.pieces[first:last]
+    table[:, :, 1] = copy.lengths
+    remote = table.reshape(-1, 2)
+    if len(remote) <= IOV_MAX:
+        return _call(copy.process.pid, local, remote, into_engine=copy.into_engine)
+    return _move_in_parts(copy, local, remote)
+
+
+def _move_in_parts(copy: Copy, local: NDArray[np.uint64], remote: NDArray[np.uint64]) -> int:
+    """One block of more pieces than a call takes."""
+    moved = 0
+    for first in range(0, len(remote), IOV_MAX):
+        part = remote[first : first + IOV_MAX]
+        wanted = int(part[:, 1].sum())
+        here = np.array([[int(local[0, 0]) + moved, wanted]], np.uint64)
+        got = _call(copy.process.pid, here, part, into_engine=copy.into_engine)
+        moved += got
+        if got < wanted:
+            break
+    return moved
+
+
+def _call(
+    pid: int, local: NDArray[np.uint64], remote: NDArray[np.uint64], *, into_engine: bool
+) -> int:
+    function = _LIBC.process_vm_writev if into_engine else _LIBC.process_vm_readv
+    got: int = function(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
+    if got < 0:
+        code = ctypes.get_errno()
+        if code == 1:  # EPERM
+            raise ForbiddenError(
+                f"the kernel refuses access to process {pid}: run engine and daemon as one user, in one pid "
+                "namespace, with kernel.yama.ptrace_scope at most 1"
+            )
+        if code == 3:  # ESRCH
+            raise EngineLostError(f"process {pid} has ended")
+        if code != 14:  # EFAULT: the first piece is not mapped
+            raise EngineLostError(f"process {pid}: {os.strerror(code)}")
+        return 0
+    return got
+
+
+def read_word(process: Process, address: int) -> int | None:
+    """One uint64 of the engine's memory, or None when it cannot be read."""
+    value = np.zeros(1, np.uint64)
+    local = np.array([[value.ctypes.data, 8]], np.uint64)
+    remote = np.array([[address, 8]], np.uint64)
+    try:
+        return int(value[0]) if _call(process.pid, local, remote, into_engine=False) == 8 else None
+    except (ForbiddenError, EngineLostError):
+        return None
+
+
+class HostMemory:
+    """Copies in a few threads; what the shell hands its jobs to."""
+
+    def __init__(self, pool_address: int, *, threads: int) -> None:
+        self._pool_address = np.uint64(pool_address)
+        self._limiter = trio.CapacityLimiter(threads)
+
+    def transfer(
+        self,
+        process: Process,
+        layout: GroupLayout,
+        blocks: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+        *,
+        into_engine: bool,
+    ) -> Copy:
+        """Addresses of one copy: engine blocks `blocks` against pool pages at `offsets`."""
+        pages = self._pool_address + offsets.astype(np.uint64)
+        return Copy(process, layout.addresses(blocks), layout.length, pages, into_engine)
+
+    async def copy(self, transfer: Copy, is_stopped: Callable[[], bool]) -> NDArray[np.bool_]:
+        """Move; see `run`.
+
+        Cancellation: not cancellable, the thread is waited for; `is_stopped` ends it early.
+        """
+        return await trio.to_thread.run_sync(run, transfer, is_stopped, limiter=self._limiter)
+
+    async def read_word(self, process: Process, address: int) -> int | None:
+        """One uint64 of the engine's memory, or None; takes microseconds, so no thread."""
+        return read_word(process, address)

@@ -1,0 +1,159 @@
+"""The pool's memory: one shared mapping that other processes of this daemon can map too.
+
+Decided here: what backs the pool (hugetlb, huge pages on request, 4 KiB pages), how it is touched before
+use, and how large it may be on this machine. This file does not know blocks or slabs.
+"""
+
+import ctypes
+import mmap
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+MFD_CLOEXEC: Final = 1
+MFD_HUGETLB: Final = 4
+MADV_HUGEPAGE: Final = 14
+MADV_POPULATE_WRITE: Final = 23
+HUGE_PAGE_BYTES: Final = 2 << 20
+DEFAULT_FRACTION: Final = 0.5
+
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+@dataclass(slots=True)
+class Pool:
+    """The mapped memory.
+
+    Ownership: the pool owns mapping and descriptor; `close` may run only after every copy has ended.
+
+    Attributes:
+        backing: for people: hugetlb, huge pages on request, or 4 KiB pages.
+        memory: uint8[bytes], the pool.
+    """
+
+    bytes: int
+    fd: int
+    backing: str
+    address: int
+    memory: NDArray[np.uint8] = field(repr=False)
+    _map: mmap.mmap = field(repr=False)
+
+    def populate(self, offset: int, length: int) -> None:
+        """Give pages to a part of the pool now, so that no copy stops for them; releases the GIL.
+
+        Raises:
+            OSError: the machine has no more memory; what was there before is unharmed.
+        """
+        if _LIBC.madvise(self.address + offset, length, MADV_POPULATE_WRITE) != 0:
+            code = ctypes.get_errno()
+            if code not in {22, 38}:  # EINVAL, ENOSYS: before Linux 5.14 the first copy touches it
+                raise OSError(code, os.strerror(code))
+
+    def close(self) -> None:
+        """Unmap; the bytes are gone when no other process maps them."""
+        self.memory = np.empty(0, np.uint8)
+        self._map.close()
+        os.close(self.fd)
+
+
+def open_pool(size_bytes: int, *, use_hugepages: bool) -> Pool:
+    """Reserve and map a pool.
+
+    Raises:
+        OSError: not so much memory (with huge pages: not so many reserved); nothing is left behind.
+    """
+    flags = MFD_CLOEXEC | (MFD_HUGETLB if use_hugepages else 0)
+    fd = os.memfd_create("trikv-pool", flags)
+    try:
+        os.ftruncate(fd, size_bytes)
+        mapping = mmap.mmap(fd, size_bytes)  # hugetlb pages are reserved here or refused
+    except (OSError, ValueError) as error:
+        os.close(fd)
+        if use_hugepages:
+            wanted = size_bytes // HUGE_PAGE_BYTES
+            raise OSError(
+                f"{wanted} huge pages of 2 MiB are not free: set vm.nr_hugepages"
+            ) from error
+        raise
+    memory = np.frombuffer(mapping, dtype=np.uint8)
+    mapping.madvise(mmap.MADV_DONTFORK)
+    backing = "hugetlb" if use_hugepages else _advise_huge(mapping)
+    return Pool(size_bytes, fd, backing, memory.ctypes.data, memory, mapping)
+
+
+def _advise_huge(mapping: mmap.mmap) -> str:
+    """Ask for transparent huge pages where the host allows them for shared memory."""
+    try:
+        mode = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+        mapping.madvise(MADV_HUGEPAGE)
+    except OSError:
+        return "4 KiB pages"
+    allowed = any(f"[{word}]" in mode for word in ("advise", "always", "within_size", "force"))
+    return "huge pages on request" if allowed else "4 KiB pages"
+
+
+def available_bytes() -> int:
+    """Memory that a new process may still use: the machine's, less where a control group says so."""
+    free = _meminfo("MemAvailable")
+    limits = [free, *_cgroup_rooms()]
+    return max(0, min(limits))
+
+
+def default_bytes() -> int:
+    """The pool's size when nobody chose one: half of what is available."""
+    return max(
+        HUGE_PAGE_BYTES,
+        int(available_bytes() * DEFAULT_FRACTION) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES,
+    )
+
+
+def _meminfo(name: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return int(value.split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _cgroup_rooms() -> list[int]:
+    """Limit less use of each control group above this process, version 2 and 1."""
+    rooms: list[int] = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return rooms
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root, names = (
+                Path("/sys/fs/cgroup/memory"),
+                ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            )
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        for level in (folder, *folder.parents):
+            room = _room(level, *names)
+            if room is not None:
+                rooms.append(room)
+            if level == root:
+                break
+    return rooms
+
+
+def _room(folder: Path, limit_name: str, usage_name: str) -> int | None:
+    try:
+        limit = (folder / limit_name).read_text().strip()
+        usage = (folder / usage_name).read_text().strip()
+    except OSError:
+        return None
+    if limit == "max" or int(limit) >= 1 << 60:
+        return None
+    return int(limit) - int(usage)

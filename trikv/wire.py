@@ -1,0 +1,252 @@
+"""Messages and core records: the schema's loader, its limits, and blobs to arrays.
+
+Decided here: every bound that a message from outside must keep before anything is allocated for it.
+This file does not know sockets, tasks or policy; it is the only one that knows the schema's path.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from importlib import resources
+from pathlib import Path
+from typing import Any, Final
+
+import capnp
+import numpy as np
+from numpy.typing import NDArray
+
+from trikv.core.calls import Declare, GroupPieces, Load, Query, Register, Save
+from trikv.core.errors import BadRequestError
+from trikv.core.layout import Piece, Range
+from trikv.core.words import InstanceName, LeaseId, RequestId, Words
+
+MESSAGE_WORDS_MAX: Final = 1 << 20  # 8 MiB: capnp refuses more before our code runs
+BLOCKS_MAX: Final = 65_536
+HASH_BYTES: Final = (16, 32)
+TEXT_BYTES_MAX: Final = 4_096
+NAME_BYTES_MAX: Final = 256
+REQUEST_BYTES_MAX: Final = 512
+REQUESTS_MAX: Final = 4_096
+FIELDS_MAX: Final = 128
+FIELD_NAME_BYTES_MAX: Final = 64
+RANKS_MAX: Final = 64
+MEMORIES_MAX: Final = 4_096
+GROUPS_MAX: Final = 16
+PIECES_MAX: Final = 65_536
+FENCES_MAX: Final = 65_536
+POSITIONS_MAX: Final = 1 << 24
+BUDGET_S_MAX: Final = 3_600
+
+
+def _load_schema() -> Any:  # noqa: ANN401  # pycapnp makes the module at run time
+    """Load `kv.capnp` once: from the wheel, else from the checkout beside the package."""
+    capnp.remove_import_hook()
+    packaged = resources.files("trikv") / "schema" / "kv.capnp"
+    checkout = Path(__file__).resolve().parent.parent / "schema" / "kv.capnp"
+    found = resources.as_file(packaged) if packaged.is_file() else nullcontext(checkout)
+    with found as file:
+        # Without the folder above capnp's own schemas a `-> stream` would abort the process.
+        return capnp.load(str(file), imports=[str(Path(capnp.__file__).parent.parent)])
+
+
+SCHEMA: Final[Any] = _load_schema()
+PROTOCOL: Final[int] = int(SCHEMA.protocolVersion)
+
+
+def text(value: str, name: str, *, bytes_max: int = TEXT_BYTES_MAX, bytes_min: int = 1) -> str:
+    """Check the size of a text from outside.
+
+    Raises:
+        BadRequestError: too short or too long.
+    """
+    if not bytes_min <= len(value.encode()) <= bytes_max:
+        raise BadRequestError(f"{name} must have {bytes_min} to {bytes_max} bytes")
+    return value
+
+
+def bounded(
+    items: Sequence[Any], name: str, *, count_max: int, count_min: int = 0
+) -> Sequence[Any]:
+    """Check the length of a list from outside before it is walked.
+
+    Raises:
+        BadRequestError: too short or too long.
+    """
+    if not count_min <= len(items) <= count_max:
+        raise BadRequestError(
+            f"{name} must have {count_min} to {count_max} items, not {len(items)}"
+        )
+    return items
+
+
+def hashes_to_words(blob: bytes, hash_bytes: int) -> Words:
+    """Read one blob of block hashes.
+
+    Args:
+        blob: hashes one after another.
+        hash_bytes: size of one, 16 or 32.
+
+    Returns:
+        Shape (n, 4); a view of `blob` where the size is 32.
+
+    Raises:
+        BadRequestError: a size that does not fit.
+    """
+    if hash_bytes not in HASH_BYTES:
+        raise BadRequestError(f"hashBytes must be 16 or 32, not {hash_bytes}")
+    count, rest = divmod(len(blob), hash_bytes)
+    if rest or count > BLOCKS_MAX:
+        raise BadRequestError(
+            f"hashes: {len(blob)} bytes are no 0 to {BLOCKS_MAX} hashes of {hash_bytes}"
+        )
+    words = np.frombuffer(blob, dtype="<u8").reshape(count, hash_bytes // 8)
+    if hash_bytes == 32:
+        return words
+    padded = np.zeros((count, 4), dtype=np.uint64)
+    padded[:, : hash_bytes // 8] = words
+    return padded
+
+
+def words_to_hashes(words: Words, hash_bytes: int) -> bytes:
+    """The blob that `hashes_to_words` reads."""
+    return np.ascontiguousarray(words[:, : hash_bytes // 8], dtype="<u8").tobytes()
+
+
+def ids_to_array(blob: bytes, name: str = "blocks") -> NDArray[np.int32]:
+    """Read one blob of little-endian int32 numbers.
+
+    Raises:
+        BadRequestError: not a whole number of items, or too many.
+    """
+    if len(blob) % 4 or len(blob) > 4 * BLOCKS_MAX:
+        raise BadRequestError(f"{name}: {len(blob)} bytes are no 0 to {BLOCKS_MAX} int32 numbers")
+    return np.frombuffer(blob, dtype="<i4")
+
+
+def array_to_ids(ids: NDArray[np.integer[Any]]) -> bytes:
+    """The blob that `ids_to_array` reads."""
+    return np.ascontiguousarray(ids, dtype="<i4").tobytes()
+
+
+# -- calls of an engine
+
+
+def read_declare(message: Any) -> Declare:  # noqa: ANN401  # a pycapnp reader
+    """Read `Instance`.
+
+    Raises:
+        BadRequestError: a bound is broken.
+    """
+    count = int(message.rankCount)
+    if not 1 <= count <= RANKS_MAX:
+        raise BadRequestError(f"rankCount must lie in 1 to {RANKS_MAX}, not {count}")
+    fields = {}
+    for field in bounded(message.fields, "fields", count_max=FIELDS_MAX):
+        name = text(field.name, "a field's name", bytes_max=FIELD_NAME_BYTES_MAX)
+        if name in fields:
+            raise BadRequestError(f"field {name!r} stands twice")
+        fields[name] = text(field.value, f"field {name!r}", bytes_min=0)
+    return Declare(_instance(message.name), count, tuple(sorted(fields.items())))
+
+
+def read_register(message: Any) -> Register:  # noqa: ANN401
+    """Read `Rank`.
+
+    Raises:
+        BadRequestError: a bound is broken, or a memory kind is not supported here.
+    """
+    rank = int(message.rank)
+    if rank >= RANKS_MAX:
+        raise BadRequestError(f"rank must lie in 0 to {RANKS_MAX - 1}, not {rank}")
+    memories = bounded(message.memories, "memories", count_max=MEMORIES_MAX, count_min=1)
+    groups = bounded(message.groups, "groups", count_max=GROUPS_MAX, count_min=1)
+    count = int(message.fences.count)
+    if count > FENCES_MAX:
+        raise BadRequestError(f"fences must be at most {FENCES_MAX}, not {count}")
+    return Register(
+        _instance(message.instance),
+        rank,
+        tuple(_range(memory) for memory in memories),
+        tuple(_group(group) for group in groups),
+        int(message.fences.address),
+        count,
+    )
+
+
+def _range(memory: Any) -> Range:  # noqa: ANN401
+    if memory.which() != "process":
+        raise BadRequestError("this daemon has no CUDA: only process memory can be registered")
+    return Range(int(memory.process.address), int(memory.process.bytes))
+
+
+def _group(group: Any) -> GroupPieces:  # noqa: ANN401
+    pieces = bounded(group.pieces, "pieces", count_max=PIECES_MAX, count_min=1)
+    layout = text(group.layout, "layout", bytes_max=NAME_BYTES_MAX)
+    read = tuple(Piece(int(p.memory), int(p.offset), int(p.stride), int(p.bytes)) for p in pieces)
+    return GroupPieces(int(group.blockCount), read, layout)
+
+
+def read_query(message: Any) -> Query:  # noqa: ANN401
+    """Read `Query`.
+
+    Raises:
+        BadRequestError: a bound is broken.
+    """
+    words = hashes_to_words(message.hashes, int(message.hashBytes))
+    return Query(_request(message.request), int(message.group), words)
+
+
+def read_save(message: Any) -> Save:  # noqa: ANN401
+    """Read `Save`.
+
+    Raises:
+        BadRequestError: a bound is broken, or hashes and blocks differ in number.
+    """
+    words = hashes_to_words(message.hashes, int(message.hashBytes))
+    blocks = ids_to_array(message.blocks)
+    if len(words) != len(blocks):
+        raise BadRequestError(f"{len(words)} hashes for {len(blocks)} blocks")
+    first = int(message.first)
+    if first + len(words) > POSITIONS_MAX:
+        raise BadRequestError(f"a request has at most {POSITIONS_MAX} blocks")
+    return Save(
+        int(message.rank),
+        int(message.group),
+        _request(message.request),
+        first,
+        words,
+        blocks,
+        int(message.fence),
+        int(message.generation),
+    )
+
+
+def read_load(message: Any) -> Load:  # noqa: ANN401
+    """Read `Load`.
+
+    Raises:
+        BadRequestError: a bound is broken.
+    """
+    blocks = ids_to_array(message.blocks)
+    budget_s = float(message.budgetSeconds)
+    if not 0 <= budget_s < BUDGET_S_MAX:
+        raise BadRequestError(f"budgetSeconds must lie in 0 to {BUDGET_S_MAX}")
+    return Load(
+        int(message.rank), LeaseId(int(message.lease)), int(message.first), blocks, budget_s
+    )
+
+
+def read_requests(message: Any) -> list[RequestId]:  # noqa: ANN401
+    """Read the list of `release`.
+
+    Raises:
+        BadRequestError: a bound is broken.
+    """
+    return [_request(one) for one in bounded(message, "requests", count_max=REQUESTS_MAX)]
+
+
+def _instance(value: str) -> InstanceName:
+    return InstanceName(text(value, "the instance's name", bytes_max=NAME_BYTES_MAX))
+
+
+def _request(value: str) -> RequestId:
+    return RequestId(text(value, "request", bytes_max=REQUEST_BYTES_MAX))
