@@ -31,6 +31,7 @@ CONNECTOR = {
     "kv_role": "kv_both",
 }
 MODEL = ("--layers", "8", "--hidden", "512")  # 18 M weights: computing a prompt takes over a second
+BLOCK = 32  # tokens
 QUESTIONS = {  # request: document and question; the last one shares all but its end with another
     "lighthouse": ("lighthouse", "How were the stones held together?"),
     "bakery": ("bakery", "What does the thumb measure?"),
@@ -95,7 +96,7 @@ def daemon(folder: Path, pool: str) -> Iterator[str]:
     arguments = ["-m", "trikv.nursery.serve", "--addr", f"unix:{socket}", "--pool-size", pool]
     with process(arguments, log) as child:
         deadline_s = time.monotonic() + DAEMON_S_MAX
-        while "ready" not in log.read_text(errors="replace"):
+        while "daemon.ready" not in log.read_text(errors="replace"):
             if child.poll() is not None or time.monotonic() > deadline_s:
                 message = f"the daemon did not become ready:\n{tail(log)}"
                 raise DemoError(message)
@@ -123,6 +124,7 @@ def engine(
     """Start one engine process on these requests; with `socket` it is attached to TriKV."""
     (folder / f"{name}.prompts").write_text(json.dumps(prompts(names)))
     arguments = [str(HERE / "run_engine.py"), str(folder / "model"), *more]
+    arguments += ["--block-size", str(BLOCK)]
     arguments += [
         "--prompts",
         str(folder / f"{name}.prompts"),
@@ -177,6 +179,31 @@ def run_all(folder: Path, socket: str) -> dict[str, list[Request]]:
     return results
 
 
+def read_counters(socket: str) -> dict[str, int]:
+    """Ask the daemon what it did, as a user would."""
+    command = [
+        sys.executable,
+        "-m",
+        "trikv.cli.main",
+        "status",
+        "--json",
+        "--addr",
+        f"unix:{socket}",
+    ]
+    answer = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+    counters: dict[str, int] = json.loads(answer)["counters"]
+    return counters
+
+
+def compare(results: dict[str, list[Request]], counters: dict[str, int]) -> list[str]:
+    """Print the daemon's counts; return what is wrong if the engines counted otherwise."""
+    saved, loaded = counters["trikv_save_blocks_total"], counters["trikv_load_blocks_total"]
+    tokens = sum(request["external_tokens"] for run in results.values() for request in run)
+    print(f"The daemon counts {saved} blocks of {BLOCK} tokens saved and {loaded} loaded,")
+    print(f"{loaded * BLOCK} tokens; the engines count {tokens}.")
+    return [] if loaded * BLOCK == tokens else ["engines and daemon disagree on what was loaded"]
+
+
 def report(results: dict[str, list[Request]]) -> list[str]:
     """Print the table; return what is wrong, nothing if all is well."""
     expected = {request["name"]: request["output"] for request in results["reference"]}
@@ -215,7 +242,8 @@ def demo(folder: Path, pool: str) -> list[str]:
     say(f"trikv-daemon with a pool of {pool}")
     with daemon(folder, pool) as socket:
         results = run_all(folder, socket)
-    return report(results)
+        counters = read_counters(socket)
+    return report(results) + compare(results, counters)
 
 
 def main() -> int:
@@ -225,14 +253,17 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = Path(tempfile.mkdtemp(prefix="trikv-demo-"))
+    wrong: list[str] = []
     try:
         wrong = demo(folder, options.pool_size)
     except DemoError as error:
         wrong = [str(error)]
+    finally:
+        if not wrong:
+            shutil.rmtree(folder)
     if wrong:
         print("\n".join(["", *wrong, f"The logs are in {folder}."]))
         return 1
-    shutil.rmtree(folder)
     print("Every output is the one of the engine without TriKV.")
     return 0
 

@@ -127,7 +127,7 @@ def run(
 
 
 def end_as_group() -> None:
-    """Let SIGTERM, and the end of whoever started us in a session of our own, end all our processes.
+    """As the leader of a session: let SIGTERM, or the end of our parent, end all our processes.
 
     vLLM's EngineCore outlives a front end that is killed.
     """

@@ -3,9 +3,12 @@
 import ast
 import subprocess
 import tomllib
+import zipfile
 from pathlib import Path
 
 import grimp
+import pytest
+from hatchling.build import build_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULE_LINES_MAX = 400
@@ -103,3 +106,10 @@ def test_no_file_names_the_machine_it_was_made_on() -> None:
         if trace in path.read_bytes().decode("utf-8", errors="replace")
     ]
     assert not found
+
+
+def test_the_wheel_holds_the_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    wheel = zipfile.ZipFile(tmp_path / build_wheel(str(tmp_path)))
+    assert wheel.read("trikv/schema/kv.capnp") == (ROOT / "schema" / "kv.capnp").read_bytes()
+    assert "trikv/py.typed" in wheel.namelist()

@@ -5,6 +5,4 @@ One daemon a host (`trikv.nursery`) owns the pool and the index; engines attach 
 `schema/kv.capnp`. This file holds the version and imports nothing.
 """
 
-from typing import Final
-
-__version__: Final = "0.1.0"
+__version__ = "0.1.0"

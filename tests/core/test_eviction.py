@@ -31,6 +31,8 @@ class LruMachine(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(eviction, "SCAN_MIN", 2)
         self.patch.setattr(eviction, "SWEEP_MIN", 1)
+        self.patch.setattr(eviction, "CHUNK_BITS", 1)
+        self.patch.setattr(eviction, "CHUNKS_AHEAD", 3)
         self.recency = np.full(self.CAPACITY, NEVER, np.int64)
         self.policy: Policy = LeafFirstLru(self.recency, slack_entries=self.SLACK)
         self.evictable = np.ones(self.CAPACITY, np.bool_)
@@ -100,6 +102,14 @@ class LruMachine(RuleBasedStateMachine):
             assert coldest <= self.model[victims[0]][0]
         elif not self.model:
             assert coldest is None
+
+    @invariant()
+    def live_places_are_counted(self) -> None:
+        places = self.policy._place[self.policy._place > 0] - 1
+        assert len(set(places.tolist())) == len(places) == self.policy._logged
+        assert np.array_equal(self.policy._ring[places], np.flatnonzero(self.policy._place))
+        counts = np.bincount(places >> 1, minlength=len(self.policy._alive))
+        assert self.policy._alive.tolist() == counts.tolist()
 
     @invariant()
     def the_log_is_bounded(self) -> None:

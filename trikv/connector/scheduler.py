@@ -72,6 +72,7 @@ class _Track:
     found: _Found | None = None
     asked_s: float | None = None  # first ask that found no answer
     known_count: int = 0  # leading blocks that the daemon has
+    known_attachment: int = 0  # and which daemon said so
     saved_count: int = 0  # leading blocks that it has or was given
     attachment: int = 0  # of saved_count
     loading: LoadJob | None = None
@@ -115,6 +116,7 @@ class SchedulerHalf:
         self._releases: list[str] = []
         self._is_late = False
         self._has_said_hit = False
+        self.promises = True  # False after a failure of ours: nothing more is promised
         self.tally = Tally()
 
     # -- looking up ------------------------------------------------------------------------------
@@ -135,7 +137,9 @@ class SchedulerHalf:
         track.local_count = computed_tokens // tokens
         # At least one token must be left to compute, whole blocks only.
         wanted = (request.num_tokens - 1) // tokens - track.local_count
-        if wanted <= 0 or not track.is_cacheable or track.has_failed or track.loading:
+        if wanted <= 0 or not track.is_cacheable or not self.promises:
+            return 0, False
+        if track.has_failed or track.loading is not None:
             return 0, False
         now_s = self._clock()
         self._collect(track, now_s)
@@ -198,9 +202,15 @@ class SchedulerHalf:
         ):
             return
         future = self._calls.query(request.request_id, len(hashes[0]), b"".join(hashes))
+        future.add_done_callback(self._note_answer)
         track.lookup = _Lookup(future, self._clock(), attached.number)
         track.has_spoken = True
         self.tally.add("queries")
+
+    def _note_answer(self, future: "concurrent.futures.Future[Answer]") -> None:
+        """On the client's thread: somebody answers again, so others may wait again."""
+        if future.exception() is None:
+            self._is_late = False
 
     def _collect(self, track: _Track, now_s: float) -> None:
         """Take the answer of a query that has arrived."""
@@ -208,7 +218,6 @@ class SchedulerHalf:
         if lookup is None or not lookup.future.done():
             return
         track.lookup = None
-        self._is_late = False
         try:
             answer = lookup.future.result()
         except CallError:
@@ -219,8 +228,7 @@ class SchedulerHalf:
         track.found = _Found(
             answer.hit_count, answer.lease, lookup.sent_s, lease_s, lookup.attachment
         )
-        if lookup.attachment == self._attachment():
-            track.known_count = answer.hit_count
+        track.known_count, track.known_attachment = answer.hit_count, lookup.attachment
 
     # -- admission -------------------------------------------------------------------------------
 
@@ -324,9 +332,9 @@ class SchedulerHalf:
         attachment = self._attachment()
         if track.attachment != attachment:  # another daemon, or a new session: it may have forgotten
             track.attachment, track.saved_count = attachment, 0
-            if track.found is None or track.found.attachment != attachment:
-                track.known_count = 0
         self._collect(track, self._clock())
+        if track.known_attachment != attachment:
+            track.known_count = 0
         start = max(track.saved_count, track.known_count)
         if 0 in track.blocks[start:end]:  # the null block: never read, and nothing behind it can be hit
             end = start + track.blocks[start:end].index(0)

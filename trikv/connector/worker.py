@@ -120,9 +120,13 @@ class WorkerHalf:
             loading = _Loading(job, None, None)
             self._loading[job.request] = loading
             via = self._calls.attached
-            if via is not None and self._is_registered and job.lease:
-                loading.via = via
+            if via is None or not self._is_registered or not job.lease:
+                continue
+            try:
                 loading.future = self._calls.load(job, via, self._load_s)
+                loading.via = via
+            except Exception:
+                self._log.exception("TriKV: a load could not be sent")
 
     def start_saves(self, jobs: Iterable[SaveJob]) -> None:
         """Send saves of blocks that are complete; those that cannot be sent count as answered."""

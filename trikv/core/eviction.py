@@ -14,7 +14,8 @@ how much room is needed; whether an entry may go now is a column that the caller
 | any | `forget` | absent |
 
 A touch leaves the entry's earlier place in the log behind as waste. `_sweep` moves live places
-over the waste, a few with each call, so that neither the log nor any call grows without bound.
+over the waste, a few with each call, so that neither the log nor any call grows without bound;
+chunks of the log that hold only waste are skipped unread.
 """
 
 import heapq
@@ -30,10 +31,14 @@ SLACK_ENTRIES: Final = 4096  # waste in the log that is not worth a sweep
 SWEEP_RATE: Final = 8  # log places swept for each entry that a call touches or takes away
 SWEEP_MIN: Final = 256  # places a sweep moves at least: less would not pay its fixed cost
 SCAN_MIN: Final = 1024  # places read at once at least, for the same reason
-IDLE_ROUNDS_MAX: Final = 256  # reads in vain, before `victims` gives up: some 3 ms
+IDLE_ROUNDS_MAX: Final = 256  # reads of pinned entries only, before `victims` gives up: some 3 ms
+CHUNK_BITS: Final = 12  # live places are counted for each chunk of so many places of the log
+CHUNKS_AHEAD: Final = 4096  # counts looked at in one go for the next chunk with a live place
 
 Bools = NDArray[np.bool_]
-Order = NDArray[np.int64]
+Places = NDArray[np.int32]
+Rows = NDArray[np.int64]  # entries, as numpy likes to index by them
+Turns = NDArray[np.int64]
 
 
 class Policy(Protocol):
@@ -80,7 +85,9 @@ class LeafFirstLru:
         self._slack = slack_entries
         # A ring. Positions count up for ever; position p is at p % len. Live places are in
         # head..write and read..tail; write..read is the gap that the sweep has cleared.
-        self._ring = np.zeros(3 * capacity + slack_entries + SWEEP_MIN, np.int32)
+        chunk_count = (3 * capacity + slack_entries + SWEEP_MIN >> CHUNK_BITS) + 1
+        self._ring = np.zeros(chunk_count << CHUNK_BITS, np.int32)
+        self._alive = np.zeros(chunk_count, np.int32)  # live places of each chunk of the ring
         self._place = np.zeros(capacity, np.int32)  # 1 + index in the ring; 0: not in the log
         self._head = self._write = self._read = self._tail = 0
         self._logged = 0  # entries in the log
@@ -89,7 +96,7 @@ class LeafFirstLru:
         self._turns = 0
         self._parked = 0
         self._returned = 0
-        self._runs: list[tuple[int, Order, Entries]] = []  # a heap of returned, by first turn
+        self._runs: list[tuple[int, Turns, Entries]] = []  # a heap of returned, by first turn
         self._newest = NEVER
         self._floor = NEVER  # not newer than anything in the log
 
@@ -115,14 +122,14 @@ class LeafFirstLru:
         if len(entries) == 0:
             return
         self._newest = stamp
-        self._detach(entries)
-        while self.log_places + len(entries) > len(self._ring):  # not met: see "At the bound"
+        rows = entries.astype(np.int64)  # numpy scatters by int64 several times faster
+        self._detach(rows)
+        while self.log_places + len(rows) > len(self._ring):  # not met: see "At the bound"
             self._sweep(self.log_places)
-        self._recency[entries] = stamp
-        self._put(self._tail, entries[::-1])
-        self._tail += len(entries)
-        self._logged += len(entries)
-        self._pay(len(entries))
+        self._recency[rows] = stamp
+        self._put(self._tail, rows[::-1])
+        self._tail += len(rows)
+        self._pay(len(rows))
 
     def victims(self, count: int, evictable: Bools) -> Entries:
         """Take out the entries to evict next; they are forgotten here.
@@ -137,12 +144,12 @@ class LeafFirstLru:
         Returns:
             int32[m], m <= count; fewer when there are no more.
 
-        At the bound: when some `IDLE_ROUNDS_MAX * SCAN_MIN` places at the old end are waste or
-        pinned, the call ends with what it has, maybe nothing; the next one goes on behind them.
+        At the bound: when the oldest `IDLE_ROUNDS_MAX * SCAN_MIN` entries are all pinned, the
+        call ends with what it has, maybe nothing; the next one goes on behind them.
 
-        Cost: 20 µs and 0.05 µs an entry taken, parked, or wasted in front of these.
+        Cost: 20 µs and 0.05 µs an entry taken or parked, or wasted in the same chunk.
         """
-        found: list[Entries] = [np.empty(0, np.int32)]
+        found: list[Rows] = [np.empty(0, np.int64)]
         missing, idle_rounds, logged = count, 0, self._logged
         while missing > 0 and self._returned + self._logged > 0 and idle_rounds < IDLE_ROUNDS_MAX:
             take = self._take_returned if self._returned else self._take_logged
@@ -153,7 +160,7 @@ class LeafFirstLru:
         gone = np.concatenate(found)
         self._recency[gone] = NEVER
         self._pay(logged - self._logged)
-        return gone
+        return gone.astype(np.int32)
 
     def unpark(self, entries: Entries) -> None:
         """Put those entries that are parked back to where they were: they are the next to go."""
@@ -176,10 +183,11 @@ class LeafFirstLru:
         Args:
             entries: int32[n], distinct.
         """
-        self._detach(entries)
-        self._place[entries] = 0
-        self._recency[entries] = NEVER
-        self._pay(len(entries))
+        rows = entries.astype(np.int64)
+        self._detach(rows)
+        self._place[rows] = 0
+        self._recency[rows] = NEVER
+        self._pay(len(rows))
 
     def coldest(self) -> Stamp | None:
         """A stamp not newer than the next victim's, None if there can be no victim.
@@ -195,53 +203,88 @@ class LeafFirstLru:
 
     # -- the log
 
-    def _put(self, position: int, entries: Entries) -> None:
-        """Write entries at a position and after; their earlier places become waste."""
+    def _put(self, position: int, rows: Rows) -> None:
+        """Write entries at a position and after; they must have left their earlier places."""
         start = position % len(self._ring)
-        fit = min(len(entries), len(self._ring) - start)
-        for part, at in ((entries[:fit], start), (entries[fit:], 0)):
-            self._ring[at : at + len(part)] = part
-            self._place[part] = np.arange(at + 1, at + 1 + len(part), dtype=np.int32)
+        fit = min(len(rows), len(self._ring) - start)
+        for part, at in ((rows[:fit], start), (rows[fit:], 0)):
+            end = at + len(part)
+            self._ring[at:end] = part
+            self._place[part] = np.arange(at + 1, end + 1, dtype=np.int32)
+            for chunk in range(at >> CHUNK_BITS, (end - 1 >> CHUNK_BITS) + 1):
+                first = max(at, chunk << CHUNK_BITS)
+                self._alive[chunk] += min(end, (chunk + 1) << CHUNK_BITS) - first
+        self._logged += len(rows)
 
-    def _peek(self, position: int, limit: int) -> tuple[Entries, Bools]:
-        """Entries from a position on, as many as are in one piece, and which of them are live."""
+    def _leave(self, places: Places) -> None:
+        """Places that were live are waste now."""
+        if len(places) == 0:
+            return
+        chunks = places - np.int32(1) >> CHUNK_BITS
+        first = chunks.item(0)
+        if first == chunks.item(-1) and bool((chunks == first).all()):
+            self._alive[first] -= len(chunks)
+        else:
+            np.subtract.at(self._alive, chunks.astype(np.int64), np.ones(len(chunks), np.int32))
+        self._logged -= len(places)
+
+    def _peek(self, position: int, limit: int) -> tuple[Entries, Places, Bools]:
+        """Entries from a position on, as many as are in one piece; where, and which are live."""
         start = position % len(self._ring)
         entries = self._ring[start : start + limit]
         places = np.arange(start + 1, start + 1 + len(entries), dtype=np.int32)
         live: Bools = self._place.take(entries) == places
-        return entries, live
+        return entries, places, live
 
-    def _peek_oldest(self, limit: int) -> tuple[Entries, Bools]:
-        end = self._write if self._head < self._write else self._tail
-        return self._peek(self._head, min(limit, end - self._head))
+    def _peek_oldest(self, limit: int) -> tuple[Entries, Places, Bools]:
+        """As `_peek` at the old end; skips chunks of waste for good."""
+        self._head = self._skip_waste(self._head, self._oldest_end())
+        self._skip_gap()
+        return self._peek(self._head, min(limit, self._oldest_end() - self._head))
+
+    def _oldest_end(self) -> int:
+        return self._write if self._head < self._write else self._tail
+
+    def _skip_waste(self, position: int, end: int) -> int:
+        """The first position from `position` to `end` that is in a chunk with live places."""
+        while position < end:
+            chunk = position % len(self._ring) >> CHUNK_BITS
+            if self._alive.item(chunk):
+                return position
+            ahead = self._alive[chunk : chunk + CHUNKS_AHEAD]
+            filled = np.flatnonzero(ahead)
+            skipped = filled.item(0) if len(filled) else len(ahead)
+            position = ((position >> CHUNK_BITS) + skipped) << CHUNK_BITS
+        return end
 
     def _drop_oldest(self, count: int) -> None:
         """Give up places at the old end, no more than `_peek_oldest` has shown."""
         self._head += count
-        if self._head > self._write:  # there was no gap to end at
-            self._write = self._read = self._head
         self._skip_gap()
 
     def _skip_gap(self) -> None:
         if self._head == self._write:
             self._head = self._write = self._read
+        elif self._head > self._write:  # there was no gap to end at
+            self._write = self._read = self._head
 
-    def _take_logged(self, missing: int, evictable: Bools) -> Entries:
+    def _take_logged(self, missing: int, evictable: Bools) -> Rows:
         self._runs.clear()  # only stale ones are left
-        entries, live = self._peek_oldest(max(2 * missing, SCAN_MIN))
+        entries, places, live = self._peek_oldest(max(2 * missing, SCAN_MIN))
         chosen, passed, seen = _split(entries, live, evictable, missing)
+        self._leave(places[:seen][live[:seen]])
         self._place[chosen] = 0
-        self._place[passed] = 0
-        self._logged -= len(chosen) + len(passed)
-        self._turn[passed] = np.arange(self._turns + 1, self._turns + 1 + len(passed))
-        self._turns += len(passed)
-        self._parked += len(passed)
+        if len(passed):
+            self._place[passed] = 0
+            self._turn[passed] = np.arange(self._turns + 1, self._turns + 1 + len(passed))
+            self._turns += len(passed)
+            self._parked += len(passed)
         self._drop_oldest(seen)
         return chosen
 
     def _trim(self, limit: int) -> None:
         """Skip waste at the old end, at most `limit` places."""
-        entries, live = self._peek_oldest(limit)
+        entries, _, live = self._peek_oldest(limit)
         ahead = np.flatnonzero(live)[:1]
         if len(ahead):
             self._floor = self._recency.item(entries.item(ahead.item()))
@@ -257,8 +300,10 @@ class LeafFirstLru:
     def _sweep(self, count: int) -> None:
         """Move live places over waste: the next `count` places, in rounds over the whole log."""
         while count > 0 and self._head < self._tail:
-            entries, live = self._peek(self._read, min(count, self._tail - self._read))
-            kept = entries[live]
+            self._read = self._skip_waste(self._read, self._tail)
+            entries, places, live = self._peek(self._read, min(count, self._tail - self._read))
+            kept = entries[live].astype(np.int64)
+            self._leave(places[live])
             self._put(self._write, kept)
             self._write += len(kept)
             self._read += len(entries)
@@ -270,14 +315,16 @@ class LeafFirstLru:
 
     # -- those that were passed over
 
-    def _detach(self, entries: Entries) -> None:
+    def _detach(self, rows: Rows) -> None:
         """Entries leave the place they have, whichever it is; `_place` is for the caller."""
-        self._logged -= int(np.count_nonzero(self._place.take(entries)))
+        places = self._place.take(rows)
+        logged = int(np.count_nonzero(places))
+        self._leave(places if logged == len(places) else places[places > 0])
         if self._parked + self._returned:
-            turns = self._turn[entries]
+            turns = self._turn.take(rows)
             self._parked -= int(np.count_nonzero(turns > 0))
             self._returned -= int(np.count_nonzero(turns < 0))
-            self._turn[entries[turns != 0]] = 0
+            self._turn[rows[turns != 0]] = 0
 
     def _first_returned(self) -> int:
         """The returned entry whose turn is next; drops stale ones before it."""
@@ -289,7 +336,7 @@ class LeafFirstLru:
                 self._push_rest(turns, entries, first)
                 return entries.item(first)
 
-    def _take_returned(self, missing: int, evictable: Bools) -> Entries:
+    def _take_returned(self, missing: int, evictable: Bools) -> Rows:
         _, turns, entries = heapq.heappop(self._runs)
         limit = int(np.searchsorted(turns, self._runs[0][0])) if self._runs else len(turns)
         live = self._turn[entries[:limit]] == -turns[:limit]
@@ -301,17 +348,16 @@ class LeafFirstLru:
         self._push_rest(turns, entries, seen)
         return chosen
 
-    def _push_rest(self, turns: Order, entries: Entries, start: int) -> None:
+    def _push_rest(self, turns: Turns, entries: Entries, start: int) -> None:
         if start < len(turns):
             heapq.heappush(self._runs, (turns.item(start), turns[start:], entries[start:]))
 
 
-def _split(
-    entries: Entries, live: Bools, evictable: Bools, count: int
-) -> tuple[Entries, Entries, int]:
+def _split(entries: Entries, live: Bools, evictable: Bools, count: int) -> tuple[Rows, Rows, int]:
     """The first `count` live evictable entries, the live others before them, and how many seen."""
-    wanted = live & evictable.take(entries)
-    rows = np.flatnonzero(wanted)[:count]
-    seen = rows.item(-1) + 1 if len(rows) == count else len(entries)
+    rows = entries.astype(np.int64)
+    wanted = live & evictable.take(rows)
+    first = np.flatnonzero(wanted)[:count]
+    seen = first.item(-1) + 1 if len(first) == count else len(rows)
     passed = (live & ~wanted)[:seen]
-    return entries[rows], entries[:seen][passed], seen
+    return rows.take(first), rows[:seen][passed], seen

@@ -31,6 +31,7 @@ NEVER: Final = -1
 Slots = NDArray[np.int64]
 Slabs = NDArray[np.int64]
 Positions = NDArray[np.int64]
+Mine = NDArray[np.int64] | slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ class _Cut:
     page_bytes: tuple[int, ...]  # a rank, rounded up
     slots_per_slab: int
     free: NDArray[np.int64]  # [slab]: free slots of this shape's slabs, 0 for all other slabs
-    taken: NDArray[np.bool_]  # [slab, position]
-    owner: NDArray[np.int32]  # [slab, position]: entry + 1, 0 without owner
+    taken: NDArray[np.bool_]  # [slab * slots_per_slab + position]
+    owner: NDArray[np.int32]  # [slab * slots_per_slab + position]: entry + 1, 0 without owner
 
 
 class Pages:
@@ -103,9 +104,9 @@ class Pages:
         if len(self._cuts) == SHAPES_MAX:
             raise OverloadedError("too many different page sizes", shape_count=SHAPES_MAX)
         shape = self._ids[rounded] = ShapeId(len(self._cuts))
-        size = (self.slab_count, slots_per_slab)
+        slot_count = self.slab_count * slots_per_slab
         free = np.zeros(self.slab_count, np.int64)
-        taken, owner = np.zeros(size, np.bool_), np.zeros(size, np.int32)
+        taken, owner = np.zeros(slot_count, np.bool_), np.zeros(slot_count, np.int32)
         self._cuts.append(_Cut(rounded, slots_per_slab, free, taken, owner))
         self._used_slots.append(0)
         self._slabs_of.append(0)
@@ -138,11 +139,12 @@ class Pages:
         if count <= 0:
             return np.empty(0, np.int64)
         slabs = self._slabs_for(shape, count)
-        rows, positions = (~cut.taken[slabs]).nonzero()
-        rows, positions = rows[:count], positions[:count]
-        chosen = slabs[rows]
-        assert len(chosen) == count
-        cut.taken[chosen, positions] = True
+        taken = cut.taken.reshape(-1, cut.slots_per_slab).take(slabs, axis=0)
+        found = np.flatnonzero(~taken)[:count]
+        rows = found // cut.slots_per_slab
+        chosen, positions = slabs.take(rows), found - rows * cut.slots_per_slab
+        assert len(found) == count
+        cut.taken[chosen * cut.slots_per_slab + positions] = True
         cut.free[slabs] -= np.bincount(rows, minlength=len(slabs))
         self._used_slots[shape] += count
         return chosen * self.slots_per_slab_max + positions
@@ -157,16 +159,17 @@ class Pages:
         """
         slots = np.sort(slots)
         assert not bool((slots[1:] == slots[:-1]).any())
-        for shape, slabs, positions in self._by_shape(slots):
+        for shape, slabs, positions, _ in self._by_shape(slots):
             cut = self._cuts[shape]
-            assert bool(cut.taken[slabs, positions].all())
-            cut.taken[slabs, positions] = False
-            cut.owner[slabs, positions] = 0
-            starts = np.flatnonzero(np.append(True, slabs[1:] != slabs[:-1]))
-            touched = slabs[starts]
-            cut.free[touched] += np.diff(starts, append=len(slabs))
+            indices = slabs * cut.slots_per_slab + positions
+            assert bool(cut.taken.take(indices).all())
+            cut.taken[indices] = False
+            cut.owner[indices] = 0
+            starts = np.flatnonzero(slabs[1:] != slabs[:-1]) + 1
+            touched = slabs.take(np.append(0, starts))
+            cut.free[touched] += np.diff(starts, prepend=0, append=len(slabs))
             self._used_slots[shape] -= len(slabs)
-            self._give_back(shape, touched[cut.free[touched] == cut.slots_per_slab])
+            self._give_back(shape, touched[cut.free.take(touched) == cut.slots_per_slab])
 
     def free_count(self, shape: ShapeId) -> int:
         """Slots that `allocate` could give now."""
@@ -178,14 +181,10 @@ class Pages:
     def offsets(self, slots: Slots, rank: int) -> Offsets:
         """Byte offsets in the pool of a rank's pages, int64[n]; the slots may be of any shapes."""
         found = np.empty(len(slots), np.int64)
-        slabs = self.slab_of(slots)
-        positions = slots - slabs * self.slots_per_slab_max
-        shapes = self._shape_of[slabs]
-        for shape in self._distinct(shapes):
+        for shape, slabs, positions, mine in self._by_shape(slots):
             cut = self._cuts[shape]
             base = sum(cut.page_bytes[:rank]) * cut.slots_per_slab
-            mine = slabs * self.slab_bytes + (positions * cut.page_bytes[rank] + base)
-            np.copyto(found, mine, where=shapes == shape)
+            found[mine] = slabs * self.slab_bytes + (positions * cut.page_bytes[rank] + base)
         return found
 
     def slab_of(self, slots: Slots) -> Slabs:
@@ -201,28 +200,27 @@ class Pages:
     def set_owner(self, slots: Slots, entries: Entries) -> None:
         """Remember whose blocks are in slots, until they are freed."""
         assert len(slots) == len(entries)
-        slabs = self.slab_of(slots)
-        positions = slots - slabs * self.slots_per_slab_max
-        shapes = self._shape_of[slabs]
-        for shape in self._distinct(shapes):
+        for shape, slabs, positions, mine in self._by_shape(slots):
             cut = self._cuts[shape]
-            mine = shapes == shape
-            assert bool(cut.taken[slabs[mine], positions[mine]].all())
-            cut.owner[slabs[mine], positions[mine]] = entries[mine] + np.int32(1)
+            indices = slabs * cut.slots_per_slab + positions
+            assert bool(cut.taken.take(indices).all())
+            cut.owner[indices] = entries[mine] + np.int32(1)
 
     def entries_in_slab(self, slab: int) -> Entries:
         """Owners of a slab's slots, by position."""
         shape = self._shape_of.item(slab)
         if shape == NO_SHAPE:
             return np.empty(0, np.int32)
-        owners = self._cuts[shape].owner[slab]
+        cut = self._cuts[shape]
+        first = slab * cut.slots_per_slab
+        owners = cut.owner[first : first + cut.slots_per_slab]
         entries: Entries = owners[owners > 0] - np.int32(1)
         return entries
 
     def used(self, slots: Slots, stamp: int) -> None:
         """Raise the newest use of the slots' slabs to `stamp`, if it is older."""
         slabs = self.slab_of(slots)
-        self.newest_use[slabs] = np.maximum(self.newest_use[slabs], stamp)
+        self.newest_use[slabs] = np.maximum(self.newest_use.take(slabs), stamp)
 
     def slabs_of_other_shapes(self, shape: ShapeId) -> Slabs:
         """Slabs that other shapes use, oldest `newest_use` first; a scan and sort of the slabs."""
@@ -286,22 +284,22 @@ class Pages:
         self._slabs_of[shape] -= len(slabs)
         self._free_slabs.extend(slabs[::-1].tolist())
 
-    def _by_shape(self, slots: Slots) -> Iterator[tuple[ShapeId, Slabs, Positions]]:
-        """Split slots by shape, in their order; a batch usually has one."""
+    def _by_shape(self, slots: Slots) -> Iterator[tuple[ShapeId, Slabs, Positions, Mine]]:
+        """Split slots by shape, in their order: slabs, positions and where they were in `slots`.
+
+        A batch usually has one shape; slots of free slabs are a bug of the caller.
+        """
         slabs = self.slab_of(slots)
         positions = slots - slabs * self.slots_per_slab_max
-        shapes = self._shape_of[slabs]
-        for shape in self._distinct(shapes):
-            mine = shapes == shape
-            yield shape, slabs[mine], positions[mine]
-
-    def _distinct(self, shapes: NDArray[np.int64]) -> list[ShapeId]:
-        """The shapes that occur; slots of free slabs are a bug of the caller."""
+        shapes = self._shape_of.take(slabs)
         if len(shapes) == 0:
-            return []
-        if bool((shapes == shapes[0]).all()):
-            found = [shapes.item(0)]
-        else:
-            found = np.unique(shapes).tolist()
-        assert found[0] != NO_SHAPE
-        return [ShapeId(shape) for shape in found]
+            return
+        first = shapes.item(0)
+        if bool((shapes == first).all()):
+            assert first != NO_SHAPE
+            yield ShapeId(first), slabs, positions, slice(None)
+            return
+        for shape in np.unique(shapes).tolist():
+            assert shape != NO_SHAPE
+            mine = np.flatnonzero(shapes == shape)
+            yield ShapeId(shape), slabs[mine], positions[mine], mine

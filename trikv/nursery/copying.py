@@ -29,9 +29,6 @@ from trikv.tiers.hostmem import Copy, Process
 
 log = structlog.get_logger()
 
-WATCH_S = 0.05
-"""How late a copy may see that its time is over."""
-
 
 class Memory(Protocol):
     """Moves bytes between engines and the pool."""
@@ -93,7 +90,6 @@ class Copying:
         self._sessions = sessions
         self._workers = workers
         self._send, self._receive = trio.open_memory_channel[Job](queue_jobs_max)
-        self._running: set[Job] = set()
         self._is_closed = False
 
     def check_room(self) -> None:
@@ -121,9 +117,9 @@ class Copying:
         """
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._watch)
+                nursery.start_soon(self._note_end)
                 for _ in range(self._workers):
-                    nursery.start_soon(self._work)
+                    nursery.start_soon(self._work, nursery)
                 task_status.started()
         finally:
             with contextlib.suppress(trio.WouldBlock):
@@ -131,20 +127,18 @@ class Copying:
                     job = self._receive.receive_nowait()
                     self._end(job, np.zeros(job.block_count, np.bool_))
 
-    async def _watch(self) -> None:
-        """Stop copies whose time is over, and all of them when this direction ends."""
+    async def _note_end(self) -> None:
+        """Copies run shielded, so they are told by a flag that this direction ends."""
         try:
-            while True:
-                await trio.sleep(WATCH_S)
-                for job in self._running:
-                    job.is_stopped |= job.stop_s is not None and trio.current_time() >= job.stop_s
+            await trio.sleep_forever()
         finally:
             self._is_closed = True
 
-    async def _work(self) -> None:
+    async def _work(self, timers: trio.Nursery) -> None:
         while True:
             job = await self._receive.receive()
-            self._running.add(job)
+            if job.stop_s is not None:
+                timers.start_soon(_stop_in_time, job, job.stop_s)
             arrived = np.zeros(job.block_count, np.bool_)
             try:
                 with trio.CancelScope(shield=True):  # a copy cannot be called back, only stopped
@@ -152,7 +146,6 @@ class Copying:
             except KvError as error:
                 log.warning(f"{self.name}.failed", session=job.session.id, reason=str(error))
             finally:
-                self._running.remove(job)
                 self._end(job, arrived)
 
     async def _copy(self, job: Job) -> NDArray[np.bool_]:
@@ -161,7 +154,6 @@ class Copying:
         def is_stopped() -> bool:
             return job.is_stopped or job.session.is_closing or self._is_closed
 
-        job.is_stopped |= job.stop_s is not None and trio.current_time() >= job.stop_s
         arrived = await self._memory.copy(job.transfer, is_stopped)
         if job.fence is not None:
             address, generation = job.fence
@@ -175,3 +167,10 @@ class Copying:
         job.complete(arrived)
         job.ended.set()
         self._sessions.copy_ended(job.session)
+
+
+async def _stop_in_time(job: Job, stop_s: float) -> None:
+    with trio.move_on_at(stop_s):
+        await job.ended.wait()
+        return
+    job.is_stopped = True

@@ -1,0 +1,213 @@
+"""vLLM's real scheduler, block pool and connector factory in one process, with no model and no engine.
+
+`Rig` makes both connector roles and plays the model runner by hand. Its "model" is honest about what a
+cache may break: the value written for a token depends on all tokens before it, each forward pass first
+checks every byte that it would read, and the next token is drawn from those bytes. So a wrong, missing or
+late block shows as `wrong` or as another output, wherever it comes from.
+
+Runs in a process of its own, with the files of one vLLM version first on PYTHONPATH.
+"""
+
+import pickle
+import time
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+BLOCK = 16
+LAYERS = 2
+HEADS = 2
+HEAD_SIZE = 8
+LAYER_NAMES = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
+LOADS_LAST = not hasattr(KVConnectorBase_V1, "register_cross_layers_kv_cache")  # 0.29 and later
+
+
+class Rig:
+    """One engine: its scheduler, its worker's connector, its KV memory."""
+
+    def __init__(
+        self, model: str, address: str, *, blocks: int = 64, extra: dict[str, Any] | None = None
+    ) -> None:
+        transfer = KVTransferConfig(
+            kv_connector="TriKVConnector",
+            kv_connector_module_path="trikv.connector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"trikv.address": address, **(extra or {})},
+        )
+        self.config = EngineArgs(
+            model=model, dtype="float32", max_model_len=1024, block_size=BLOCK, enforce_eager=True,
+            max_num_batched_tokens=512, max_num_seqs=16, skip_tokenizer_init=True,
+            async_scheduling=False, kv_transfer_config=transfer,
+        ).create_engine_config()
+        self.config.cache_config.num_gpu_blocks = blocks
+        self.config.cache_config.block_size = BLOCK
+        spec = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32
+        )
+        kv_config = KVCacheConfig(
+            num_blocks=blocks, kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(LAYER_NAMES, spec)],
+        )
+        # The engine that starts after another one finds garbage, not zeros, in its memory.
+        self.kv = {
+            name: torch.full((blocks, HEADS, BLOCK, 2 * HEAD_SIZE), -1.0) for name in LAYER_NAMES
+        }
+        self.worker = KVConnectorFactory.create_connector(
+            self.config, KVConnectorRole.WORKER, kv_config
+        )
+        self.worker.register_kv_caches(self.kv)
+        function = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
+        self.scheduler = Scheduler(
+            self.config, kv_config, StructuredOutputManager(self.config), BLOCK,
+            hash_block_size=BLOCK, log_stats=True,
+        )
+        init_none_hash(function)
+        self.hasher = get_request_block_hasher(BLOCK, function)
+        self.wrong: list[str] = []
+        self.admitted: dict[str, int] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.finish: dict[str, str] = {}
+        self.worker_steps = True
+        self.steps = 0
+
+    @property
+    def connector(self) -> Any:
+        return self.scheduler.connector
+
+    @property
+    def free(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def wait_attached(self, seconds: float = 20.0) -> None:
+        until = time.monotonic() + seconds
+        while not (self.connector._client.is_ready and self.worker._client.is_ready):
+            assert time.monotonic() < until, "not attached"
+            time.sleep(0.01)
+
+    def add(self, name: str, tokens: list[int], count: int = 4) -> None:
+        sampling = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
+        sampling.update_from_generation_config({}, eos_token_id=2)
+        request = Request(name, list(tokens), sampling, None, block_hasher=self.hasher)
+        self.outputs[name] = []
+        self.scheduler.add_request(request)
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> Any:
+        planned = self.scheduler.schedule()
+        planned.kv_connector_metadata = pickle.loads(pickle.dumps(planned.kv_connector_metadata))
+        worker, output = self.worker, KVConnectorOutput()
+        self.steps += 1
+        worker.handle_preemptions(planned.kv_connector_metadata)
+        worker.bind_connector_metadata(planned.kv_connector_metadata)
+        if not LOADS_LAST:
+            worker.start_load_kv(None)
+        sampled = self.forward(planned)
+        if LOADS_LAST:
+            worker.start_load_kv(None)
+        if planned.total_num_scheduled_tokens or LOADS_LAST:
+            worker.wait_for_save()
+        self.collect(worker, planned, output)
+        worker.clear_connector_metadata()
+        names = list(planned.num_scheduled_tokens)
+        result = ModelRunnerOutput(
+            req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=[sampled[name] for name in names], kv_connector_output=output,
+        )
+        for outputs in self.scheduler.update_from_output(planned, result).values():
+            for one in outputs.outputs:
+                self.outputs[one.request_id].extend(one.new_token_ids)
+                if one.finish_reason is not None:
+                    self.finish[one.request_id] = str(one.finish_reason)
+        return planned
+
+    def collect(self, worker: Any, planned: Any, output: Any) -> None:
+        if hasattr(worker, "get_transfer_results"):  # 0.30 and later
+            results = worker.get_transfer_results(planned.finished_req_ids)
+            output.finished_sending = results.finished_sending
+            output.finished_recving = results.finished_recving
+            output.failed_recving = results.failed_recving
+        else:
+            sent, loaded = worker.get_finished(planned.finished_req_ids)
+            output.finished_sending, output.finished_recving = sent, loaded
+        output.invalid_block_ids = worker.get_block_ids_with_load_errors()
+        output.kv_connector_stats = worker.get_kv_connector_stats()
+        meta = worker.build_connector_worker_meta()
+        output.kv_connector_worker_meta = pickle.loads(pickle.dumps(meta))
+
+    def forward(self, planned: Any) -> dict[str, list[int]]:
+        """Check what would be read, write what would be written, draw the next token from it."""
+        computed = {new.req_id: new.num_computed_tokens for new in planned.scheduled_new_reqs}
+        self.admitted.update(computed)
+        cached = planned.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        sampled = {}
+        for name, count in planned.num_scheduled_tokens.items():
+            request = self.scheduler.requests[name]
+            tokens = list(request.all_token_ids)
+            (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+            start, end = computed[name], computed[name] + count
+            values = prefix_values(tokens[:end])
+            slots = torch.tensor([blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(end)])
+            wanted = torch.tensor(values, dtype=torch.float32)
+            for layer, tensor in enumerate(self.kv.values()):
+                flat = tensor.permute(0, 2, 1, 3).reshape(-1, HEADS, 2 * HEAD_SIZE)
+                read = flat[slots[:start]]
+                marks = torch.arange(HEADS * 2 * HEAD_SIZE).reshape(HEADS, -1)
+                expected = wanted[:, None, None] * (layer + 1) + marks
+                if start and not torch.equal(read, expected[:start]):
+                    bad = sorted({int(p) // BLOCK for p in (read != expected[:start]).nonzero()[:, 0]})
+                    self.wrong.append(f"{name}: layer {layer}: blocks {bad} of {start // BLOCK}")
+                self.write(tensor, slots[start:end], expected[start:end])
+            if end >= len(tokens):
+                last = self.kv[LAYER_NAMES[0]][blocks[0], 0, 0, 0] + sum(
+                    float(self.kv[LAYER_NAMES[-1]][b, 0, :, 0].sum()) for b in blocks[: end // BLOCK]
+                )
+                sampled[name] = [int(last) % 251 + 3]
+            else:
+                sampled[name] = []
+        return sampled
+
+    def write(self, tensor: Any, slots: Any, rows: Any) -> None:
+        tensor[slots // BLOCK, :, slots % BLOCK, :] = rows
+
+    def run(self, seconds: float = 60.0, *, until: Any = None) -> int:
+        """Step until no request is left; returns the number of steps."""
+        end = time.monotonic() + seconds
+        before = self.steps
+        while (not until()) if until is not None else self.scheduler.has_requests():
+            assert time.monotonic() < end, f"stuck after {self.steps - before} steps"
+            planned = self.step()
+            if not planned.total_num_scheduled_tokens:
+                time.sleep(0.001)
+        return self.steps - before
+
+    def settle(self, free: int, seconds: float = 10.0) -> None:
+        """Step until all blocks are back: versions differ in whether they do so by themselves."""
+        self.run(seconds, until=lambda: self.free == free and not self.scheduler.requests)
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+def prefix_values(tokens: list[int]) -> list[int]:
+    """A number for each position that depends on all tokens up to it."""
+    values, state = [], 7
+    for token in tokens:
+        state = (state * 31 + token) % 65_521
+        values.append(state)
+    return values

@@ -1,0 +1,422 @@
+"""A fake world around the real shell: engines, their memory, a clock, and everything that goes wrong.
+
+The daemon's own sessions, copy queues, service, store and core run under a virtual clock; only memory and
+processes are fake. Every byte an engine computes is a function of (model, rank, block hash), so any load
+can be checked, whoever saved it.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import trio
+from numpy.typing import NDArray
+
+from trikv.core.cache import Cache, Limits
+from trikv.core.calls import Declare, GroupPieces, Load, Query, Register, Save
+from trikv.core.engines import Engines
+from trikv.core.errors import EngineLostError, KvError
+from trikv.core.layout import GroupLayout, Piece, Range
+from trikv.core.words import InstanceName, LeaseId, RequestId
+from trikv.nursery.copying import Copying
+from trikv.nursery.service import Service, sweep
+from trikv.nursery.sessions import Session, Sessions
+from trikv.nursery.store import Store
+from trikv.tiers.hostmem import Copy, Process
+
+PIECE_BYTES = 64
+FENCES = 8
+MARKER = 0xEE
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """How bad the world is."""
+
+    copy_s_mean: float = 0.01
+    copy_stall_p: float = 0.0  # a block's copy takes a minute
+    copy_fail_p: float = 0.0  # the engine's memory is gone half-way
+    engine_death_p: float = 0.0  # a request at whose end the engine is killed
+    silence_p: float = 0.0  # a request during which the engine freezes past its heartbeat
+    preempt_p: float = 0.0  # blocks are overwritten while their save runs, fence raised
+    rank_lazy_p: float = 0.0  # a rank does not save, or does not load
+    abandon_p: float = 0.0  # a request ends without release
+
+
+@dataclass(slots=True)
+class Report:
+    """What a world came to."""
+
+    loads: int = 0
+    loads_wrong: int = 0
+    blocks_loaded: int = 0
+    blocks_failed: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+    deaths: int = 0
+    trace: list[tuple[float, str]] = field(default_factory=list)
+    left: dict[str, int] = field(default_factory=dict)
+
+
+class FakeProcess:
+    """An engine's process: an arena of bytes at made-up addresses."""
+
+    def __init__(self, pid: int, arena_bytes: int) -> None:
+        self.pid = pid
+        self.base = 1 << 32 | pid << 24
+        self.arena = np.zeros(arena_bytes, np.uint8)
+        self.alive = True
+
+    def is_alive(self) -> bool:
+        return self.alive
+
+    def close(self) -> None:
+        """Nothing holds it."""
+
+    def view(self, address: int, size: int) -> NDArray[np.uint8]:
+        start = address - self.base
+        assert 0 <= start <= len(self.arena) - size, "the daemon left the registered memory"
+        return self.arena[start : start + size]
+
+
+class FakeMemory:
+    """Copies block by block with pauses, so that everything else happens in between."""
+
+    def __init__(self, pool_bytes: int, rng: random.Random, faults: Faults) -> None:
+        self.pool = np.zeros(pool_bytes, np.uint8)
+        self.rng = rng
+        self.faults = faults
+
+    def transfer(
+        self,
+        process: Process,
+        layout: GroupLayout,
+        blocks: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+        *,
+        into_engine: bool,
+    ) -> Copy:
+        pages = offsets.astype(np.uint64)
+        return Copy(process, layout.addresses(blocks), layout.length, pages, into_engine)
+
+    async def copy(
+        self, transfer: Copy, is_stopped: Callable[[], bool]
+    ) -> NDArray[np.bool_]:
+        arrived = np.zeros(len(transfer.pages), np.bool_)
+        process = transfer.process
+        assert isinstance(process, FakeProcess)
+        for block, page in enumerate(transfer.pages.tolist()):
+            pause_s = self.rng.expovariate(1 / self.faults.copy_s_mean)
+            if self.rng.random() < self.faults.copy_stall_p:
+                pause_s += 60
+            await trio.sleep(pause_s)
+            if is_stopped():
+                break
+            if not process.alive:
+                raise EngineLostError("gone")
+            if self.rng.random() < self.faults.copy_fail_p:
+                break
+            at = page
+            for address, size in zip(
+                transfer.pieces[block].tolist(), transfer.lengths.tolist(), strict=True
+            ):
+                inside, outside = self.pool[at : at + size], process.view(address, size)
+                target, source = (outside, inside) if transfer.into_engine else (inside, outside)
+                target[:] = source
+                at += size
+                if not transfer.into_engine:
+                    await trio.sleep(pause_s / 4)  # a save can be torn by an overwrite
+            arrived[block] = True
+        return arrived
+
+    async def read_word(self, process: Process, address: int) -> int | None:
+        assert isinstance(process, FakeProcess)
+        return int(process.view(address, 8).view(np.uint64)[0]) if process.alive else None
+
+
+def content(model: str, rank: int, block_hash: bytes, size: int) -> NDArray[np.uint8]:
+    """What the engine computes for a block."""
+    seed = hashlib.blake2b(f"{model}/{rank}/".encode() + block_hash, digest_size=32).digest()
+    return np.resize(np.frombuffer(seed, np.uint8), size)
+
+
+class FakeEngine:
+    """One engine: asks, loads, checks, computes, saves; sometimes dies and comes back."""
+
+    def __init__(self, world: "World", number: int, model: str, ranks: int, pieces: int) -> None:
+        self.world = world
+        self.number = number
+        self.model = model
+        self.ranks = ranks
+        self.pieces = pieces
+        self.block_count = 48
+        self.generation = 0
+        self.requests = 0
+
+    # -- life
+
+    async def live(self, requests: int) -> None:
+        rng, faults = self.world.rng, self.world.faults
+        await self.attach()
+        for _ in range(requests):
+            try:
+                await self.request()
+            except KvError as error:
+                self.world.note(error.code)
+                if self.session().is_closing:
+                    await self.attach()
+            if rng.random() < faults.silence_p:
+                await trio.sleep(30)
+                await self.attach()
+            if rng.random() < faults.engine_death_p:
+                self.die()
+                await trio.sleep(rng.random() * 2)
+                await self.attach()
+            await trio.sleep(rng.random() * 0.1)
+        self.die()
+
+    def die(self) -> None:
+        self.world.report.deaths += 1
+        for process in self.processes:
+            process.alive = False
+
+    def session(self) -> Session:
+        return self.sessions[-1]
+
+    async def attach(self) -> None:
+        """Processes, sessions and registrations from nothing; the scheduler's session is the last."""
+        self.generation += 1
+        service, layer_bytes = self.world.service, self.block_count * PIECE_BYTES
+        arena = self.pieces * layer_bytes + 8 * FENCES
+        self.name = InstanceName(f"engine-{self.number}-{self.generation}")
+        self.processes = [FakeProcess(self.world.next_pid(), arena) for _ in range(self.ranks + 1)]
+        self.sessions = [service.hello(process, "fake") for process in self.processes]
+        self.live_tasks = trio.CancelScope()
+        self.world.nursery.start_soon(self.beat, self.live_tasks, list(self.sessions))
+        pieces = tuple(
+            Piece(0, layer * layer_bytes, PIECE_BYTES, PIECE_BYTES) for layer in range(self.pieces)
+        )
+        await service.declare(
+            self.sessions[-1], Declare(self.name, self.ranks, (("model", self.model), ("m", self.model)))
+        )
+        for rank in range(self.ranks):
+            base = self.processes[rank].base
+            await service.register(
+                self.sessions[rank],
+                Register(
+                    self.name,
+                    rank,
+                    (Range(base, arena),),
+                    (GroupPieces(self.block_count, pieces, "bytes"),),
+                    base + self.pieces * layer_bytes,
+                    FENCES,
+                ),
+            )
+
+    async def beat(self, scope: trio.CancelScope, sessions: list[Session]) -> None:
+        with scope:
+            while True:
+                await trio.sleep(2)
+                if not any(process.alive for process in self.processes):
+                    return
+                for session in sessions:
+                    with suppress(KvError):
+                        self.world.service.heartbeat(session)
+
+    # -- one request
+
+    async def request(self) -> None:
+        world, rng = self.world, self.world.rng
+        self.requests += 1
+        request = RequestId(f"r{self.requests}")
+        hashes = world.prompt(self.model)
+        words = np.frombuffer(b"".join(hashes), "<u8").reshape(-1, 4)
+        answer = world.service.query(self.session(), Query(request, 0, words))
+        if rng.random() < 0.2:  # asked again before it is loaded
+            await trio.sleep(rng.choice([0.01, 5.0]))
+            answer = world.service.query(self.session(), Query(request, 0, words))
+        blocks = np.array(rng.sample(range(self.block_count), len(hashes)), np.int32)
+        done = 0
+        if answer.hit_count:
+            done = await self.load(answer.lease, answer.hit_count, blocks, hashes)
+        for at in range(done, len(hashes)):
+            for rank in range(self.ranks):
+                self.write(rank, blocks[at], content(self.model, rank, hashes[at], self.page_bytes))
+        cuts = sorted({done, len(hashes), *(rng.randint(done, len(hashes)) for _ in range(2))})
+        for first, last in zip(cuts, cuts[1:], strict=False):
+            await self.save(request, first, words[first:last], blocks[first:last])
+        if rng.random() >= world.faults.abandon_p:
+            world.service.release(self.session(), [request])
+
+    async def load(
+        self, lease: int, count: int, blocks: NDArray[np.int32], hashes: list[bytes]
+    ) -> int:
+        world = self.world
+        first = world.rng.randint(0, count - 1) if world.rng.random() < 0.3 else 0
+        wanted = blocks[first:count]
+        good = np.ones(count - first, np.bool_)
+        results: list[NDArray[np.int32] | None] = [None] * self.ranks
+
+        async def one(rank: int) -> None:
+            if world.rng.random() < world.faults.rank_lazy_p:
+                return
+            call = Load(rank, LeaseId(lease), first, wanted, world.rng.choice([0.0, 1.0]))
+            try:
+                results[rank] = await world.service.load(self.sessions[rank], call)
+            except KvError as error:
+                world.note(error.code)
+
+        async with trio.open_nursery() as nursery:
+            for rank in range(self.ranks):
+                nursery.start_soon(one, rank)
+        for rank, failed in enumerate(results):
+            if failed is None:
+                good[:] = False
+                continue
+            good[failed] = False
+            world.report.blocks_failed += len(failed)
+            for at in set(range(len(wanted))) - set(failed.tolist()):
+                world.report.loads += 1
+                expected = content(self.model, rank, hashes[first + at], self.page_bytes)
+                if not np.array_equal(self.read(rank, wanted[at]), expected):
+                    world.report.loads_wrong += 1
+        # The engine must be able to reuse failed blocks at once: a late write would be seen later.
+        prefix = int(np.argmin(good)) if not good.all() else len(good)
+        world.report.blocks_loaded += prefix
+        return first + prefix if first == 0 else 0
+
+    async def save(
+        self, request: RequestId, first: int, words: NDArray[np.uint64], blocks: NDArray[np.int32]
+    ) -> None:
+        world = self.world
+        is_preempted = world.rng.random() < world.faults.preempt_p
+
+        async def one(rank: int) -> None:
+            if world.rng.random() < world.faults.rank_lazy_p:
+                return
+            fence = world.rng.randrange(FENCES)
+            generation = int(self.fence(rank)[fence])
+            call = Save(rank, 0, request, first, words, blocks, fence, generation)
+            try:
+                await world.service.save(self.sessions[rank], call)
+            except KvError as error:
+                world.note(error.code)
+
+        async with trio.open_nursery() as nursery:
+            for rank in range(self.ranks):
+                nursery.start_soon(one, rank)
+            if is_preempted:
+                await trio.sleep(world.rng.random() * 0.02)
+                for rank in range(self.ranks):
+                    self.fence(rank)[:] += 1
+                    for block in blocks:
+                        self.write(rank, block, np.full(self.page_bytes, MARKER, np.uint8))
+        if is_preempted:
+            raise EngineLostError("preempted")  # the rest of this request is not computed
+
+    # -- memory
+
+    @property
+    def page_bytes(self) -> int:
+        return self.pieces * PIECE_BYTES
+
+    def fence(self, rank: int) -> NDArray[np.uint64]:
+        return self.processes[rank].arena[-8 * FENCES :].view(np.uint64)
+
+    def pieces_of(self, rank: int, block: int) -> list[NDArray[np.uint8]]:
+        layer_bytes = self.block_count * PIECE_BYTES
+        starts = [layer * layer_bytes + int(block) * PIECE_BYTES for layer in range(self.pieces)]
+        return [self.processes[rank].arena[start : start + PIECE_BYTES] for start in starts]
+
+    def write(self, rank: int, block: int, page: NDArray[np.uint8]) -> None:
+        for number, piece in enumerate(self.pieces_of(rank, block)):
+            piece[:] = page[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
+
+    def read(self, rank: int, block: int) -> NDArray[np.uint8]:
+        return np.concatenate(self.pieces_of(rank, block))
+
+
+class World:
+    """One daemon, some engines, one seed."""
+
+    def __init__(self, seed: int, faults: Faults, *, slabs: int = 6) -> None:
+        self.rng = random.Random(seed)
+        self.faults = faults
+        self.report = Report()
+        self._pids = 100
+        slab_bytes = 8 * 4096
+        limits = Limits(lease_s=20.0, fill_s=15.0, leases_max=64, chains_max=32)
+        limits = Limits(
+            **{name: getattr(limits, name) for name in ("lease_s", "fill_s", "leases_max", "chains_max")},
+            filling_fraction_many_ranks=0.5,
+        )
+        self.cache = Cache(slabs * slab_bytes, slab_bytes, entries_max=256, seed=seed, limits=limits)
+        self.memory = FakeMemory(slabs * slab_bytes, self.rng, faults)
+        store = Store(self.cache, Engines(16), trio.current_time)
+        self.sessions = Sessions(store, 256, 10.0)
+        self.saving, self.loading = (
+            Copying(name, self.memory, self.sessions, workers=2, queue_jobs_max=8)
+            for name in ("save", "load")
+        )
+        self.service = Service(store, self.sessions, self.saving, self.loading, self.memory)
+        self._suffixes = [self.rng.randbytes(32) for _ in range(6)]
+
+    def next_pid(self) -> int:
+        self._pids += 1
+        return self._pids
+
+    def prompt(self, model: str) -> list[bytes]:
+        """A path in a small tree of chained hashes, shared by all engines; models share the hashes."""
+        del model
+        depth = self.rng.randint(1, 12)
+        chain, parent = [], b"root"
+        for level in range(depth):
+            choice = 0 if level < 4 else self.rng.randrange(2)
+            parent = hashlib.blake2b(parent + self._suffixes[choice], digest_size=32).digest()
+            chain.append(parent)
+        return chain
+
+    def note(self, code: str) -> None:
+        self.report.errors[code] = self.report.errors.get(code, 0) + 1
+        self.report.trace.append((trio.current_time(), code))
+
+    async def run(self, *, engines: int, requests: int) -> Report:
+        async with trio.open_nursery() as back:
+            self.nursery = back
+            await back.start(self.sessions.run)
+            await back.start(self.saving.run)
+            await back.start(self.loading.run)
+            await back.start(lambda task_status: sweep(self.service.store, every_s=0.25, task_status=task_status))
+            async with trio.open_nursery() as front:
+                for number in range(engines):
+                    model, ranks, pieces = [("a", 1, 2), ("b", 2, 3), ("a", 1, 2)][number % 3]
+                    engine = FakeEngine(self, number, model, ranks, pieces)
+                    front.start_soon(engine.live, requests)
+            await trio.sleep(130)  # leases, half-filled blocks and stalled copies run out
+            self._count_what_is_left()
+            back.cancel_scope.cancel()
+        self.report.trace.append((trio.current_time(), f"{self.report.loads}"))
+        return self.report
+
+    def _count_what_is_left(self) -> None:
+        blocks = self.cache.blocks
+        blocks.check()
+        self.report.left = {
+            "pins": int(blocks.pins.sum()),
+            "writers": int(blocks.writers.sum()),
+            "leases": len(self.cache.leases.active),
+            "leased_bytes": self.cache.leases.pinned_bytes,
+            "transfers": len(self.cache.transfers),
+            "sessions": len(self.sessions.open_sessions),
+            "instances": len(self.service.store.engines.by_name),
+            "filling_bytes": self.cache.filling_bytes,
+            "not_evictable": blocks.counts[1] + blocks.counts[2],
+        }
+        for namespace in self.service.store.engines.namespaces.by_fingerprint.values():
+            assert namespace.instances == 0
+            for space in namespace.spaces:
+                self.cache.drop_space(space)
+        self.report.left["pages"] = self.cache.pages.used_bytes
+        self.report.left["keys"] = len(self.cache.index)
