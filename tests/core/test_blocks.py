@@ -300,9 +300,7 @@ class BlocksMachine(RuleBasedStateMachine):
 
 
 TestBlocks = BlocksMachine.TestCase
-TestBlocks.settings = settings(
-    max_examples=2 * settings().max_examples, stateful_step_count=40, deadline=None
-)
+TestBlocks.settings = settings(stateful_step_count=30, deadline=None)
 
 
 # -- examples

@@ -33,6 +33,9 @@ MISS_S: Final = 10.0
 MARGIN_S: Final = 1.0
 """A lease nearer to its end than this is not promised: the load must reach the daemon first."""
 
+LATE_FACTOR: Final = 10
+"""While queries are late, requests wait only this part of the usual time."""
+
 
 @dataclass(slots=True)
 class _Lookup:
@@ -162,10 +165,10 @@ class SchedulerHalf:
             return 0, False
         if track.asked_s is None:
             track.asked_s = now_s
-        if now_s - track.asked_s >= self._policy.query_s or self._is_late:
-            if not self._is_late:
-                self.tally.add("queries_late")
-            self._is_late = True  # nobody else waits until some answer arrives
+        patience_s = self._policy.query_s / (LATE_FACTOR if self._is_late else 1)
+        if now_s - track.asked_s >= patience_s:
+            self.tally.add("queries_late")
+            self._is_late = True  # until some answer arrives, others wait less
             return 0, False
         return None, False
 
