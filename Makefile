@@ -9,7 +9,7 @@ PIP := $(PY) -m pip install -qq --disable-pip-version-check
 RELEASES := 0.20.0 0.33.0
 SOURCES := $(RELEASES:%=.cache/vllm/%)
 CHECKED := trikv tests examples bench tools
-OWN_TARGET := tests/integration tests/contract tests/e2e tests/gpu
+OWN_TARGET := tests/integration tests/connector tests/e2e tests/gpu
 
 # One environment holds engine, daemon and tools; each part is redone when its inputs change.
 ENGINE := $(VENV)/engine.done
@@ -58,12 +58,12 @@ integration: $(READY) ## tests with real processes, sockets and memory
 	@$(PY) -m pytest tests/integration
 
 contract: venv ## the connector on the real schedulers of the oldest and newest vLLM
-	@$(PY) -m pytest tests/contract
+	@$(PY) -m pytest tests/connector
 
 e2e: $(READY) ## tests with a real engine (20-40 s a start)
 	@$(PY) -m pytest tests/e2e
 
-demo: $(READY) ## see a second engine find what the first one computed (3-5 minutes)
+demo: $(READY) ## see a second engine find what the first one computed (3-7 minutes)
 	@$(PY) examples/demo.py
 
 bench: $(READY) ## every benchmark, as JSON lines

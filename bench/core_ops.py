@@ -123,24 +123,27 @@ class Whole:
         )
         self.cache.open_space(SPACE, PAGE_BYTES)
         self.requests = 0
+        self.now_s = 0.0
 
     def query(self, hashes: Words) -> int:
         """A request that finds its blocks, gets a lease on them, and ends."""
         key = self._new_request()
-        hit = self.cache.query(key, hashes, now_s=0.0)
+        hit = self.cache.query(key, hashes, now_s=self.now_s)
         self.cache.release(key.instance, key.request)
         return hit.count
 
     def save(self, hashes: Words) -> int:
         """A request that finds nothing, saves its blocks, and ends."""
         key = self._new_request()
-        plan = self.cache.prepare_save(key, hashes, rank=0, first=0, now_s=0.0)
+        plan = self.cache.prepare_save(key, hashes, rank=0, first=0, now_s=self.now_s)
         self.cache.complete_save(plan, np.ones(len(plan.entries), np.bool_), copied_bytes=0)
         self.cache.release(key.instance, key.request)
         return len(plan.entries)
 
     def _new_request(self) -> Key:
         self.requests += 1
+        self.now_s += 0.05
+        self.cache.expire_fills(now_s=self.now_s)
         return Key(InstanceName("engine"), RequestId(f"request-{self.requests}"), SPACE)
 
 

@@ -70,7 +70,7 @@ async def round_trip(kv: capnp.lib.capnp._DynamicCapabilityClient) -> None:  # n
     group = {"blockCount": BLOCKS, "pieces": pieces, "layout": "bytes"}
     rank = {"instance": ENGINE, "rank": 0, "memories": [memory], "groups": [group]}
     ok((await session.register(rank)).reply)
-    fields = [{"name": "model", "value": "example"}]
+    fields = [{"name": "label", "value": "example"}, {"name": "engine", "value": "examples/client.py"}]
     declared = ok((await session.declare({"name": ENGINE, "rankCount": 1, "fields": fields})).reply)
     print(f"namespace {declared.namespace}")
 

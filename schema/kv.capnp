@@ -97,8 +97,8 @@ struct Instance {
   # Everything that the bytes of a block depend on and that is not in `Rank`: model config digest, weights
   # identity, dtypes, block size, parallel split, hash algorithm, a probe hash, tenant salt. At most 128
   # fields of 64 + 4,096 bytes, names unique. The namespace is a fingerprint of these and of all ranks'
-  # geometry; nothing is interpreted but two names: `model` (shown to people) and `hash_probe` (engines
-  # equal in all but this are told that they hash differently).
+  # geometry; nothing is interpreted but two names: `label` (what people call it; not part of the
+  # fingerprint) and `hash_probe` (engines equal in all but this are told that they hash differently).
 }
 
 struct DeclareReply {
@@ -261,7 +261,7 @@ struct PoolStatus {
 
 struct NamespaceStatus {
   fingerprint @0 :Text;
-  model @1 :Text;
+  label @1 :Text;
   blockCount @2 :UInt64;
   bytes @3 :UInt64;
   engineCount @4 :UInt32;

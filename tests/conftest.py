@@ -8,7 +8,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,7 +21,7 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
 
 ROOT = Path(__file__).resolve().parent
-LAST = ("integration", "contract", "e2e", "gpu")  # folders from fast to slow; all others come first
+LAST = ("integration", "connector", "e2e", "gpu")  # folders from fast to slow; all others come first
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -42,13 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
-def pytest_sessionfinish() -> None:
-    left = descendants(os.getpid())
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            name = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
             os.kill(pid, signal.SIGKILL)
-    if left:
-        warnings.warn(f"killed processes that tests left behind: {left}", stacklevel=1)
+            terminalreporter.write_line(f"killed what a test left behind: {pid} {name}")
 
 
 @pytest.fixture

@@ -201,4 +201,6 @@ def test_an_entry_in_use_is_refused() -> None:
     with pytest.raises(AssertionError):
         index.insert(A, words((2, 2)), numbers(0))
     with pytest.raises(AssertionError):
-        index.remove(numbers(1))
+        index.insert(A, words((2, 2), (3, 3)), numbers(1, 1))
+    with pytest.raises(AssertionError):
+        index.remove(numbers(2))

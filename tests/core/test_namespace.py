@@ -17,7 +17,7 @@ Input = tuple[Fields, Ranks]
 
 # Few letters, among them all that a careless spelling would use between its parts.
 TEXTS = st.text(alphabet="ax1,=:/\0\xff", max_size=3)
-NAMES = st.one_of(TEXTS.filter(bool), st.sampled_from(["field", "page", "model", "0", "1"]))
+NAMES = st.one_of(TEXTS.filter(bool), st.sampled_from(["field", "page", "label", "0", "1"]))
 FIELDS = st.dictionaries(NAMES, TEXTS, max_size=3).map(lambda known: tuple(sorted(known.items())))
 PIECES = st.lists(st.sampled_from([1, 2, 11, 12]), min_size=1, max_size=4).map(tuple)
 GEOMETRIES = st.builds(lambda pieces, text: Geometry(sum(pieces), pieces, text), PIECES, TEXTS)
@@ -36,7 +36,7 @@ def page(*pieces: int, layout: str = "f/HN") -> Geometry:
 
 def meaning(one: Input) -> Input:
     fields, geometries = one
-    return tuple(pair for pair in fields if pair[0] != "model"), geometries
+    return tuple(pair for pair in fields if pair[0] != "label"), geometries
 
 
 def permuted(draw: st.DrawFn, one: Input) -> Input:
@@ -73,7 +73,7 @@ def test_the_same_fingerprint_means_the_same_input(data: st.DataObject) -> None:
 
 
 A, B = page(4, 4), page(8)
-BASE: Input = ((("dtype", "f16"), ("model", "m")), ((A, B),))
+BASE: Input = ((("dtype", "f16"), ("label", "m")), ((A, B),))
 NEAR_MISSES: list[tuple[Input, Input]] = [
     # A field's name, value and neighbours cannot run into each other.
     (((("a", "bc"),), ((A,),)), ((("ab", "c"),), ((A,),))),
@@ -110,10 +110,10 @@ def test_the_label_is_left_out_and_nothing_else() -> None:
     _, geometries = BASE
     known = fingerprint(*BASE)
     assert len(known) == 16
-    assert fingerprint((("dtype", "f16"), ("model", "other")), geometries) == known
+    assert fingerprint((("dtype", "f16"), ("label", "other")), geometries) == known
     assert fingerprint((("dtype", "f16"),), geometries) == known
     assert fingerprint((("dtype", "f16"), ("models", "m")), geometries) != known
-    assert fingerprint((("dtype", "f32"), ("model", "m")), geometries) != known
+    assert fingerprint((("dtype", "f32"), ("label", "m")), geometries) != known
 
 
 def test_fingerprints_do_not_depend_on_the_process() -> None:
@@ -224,8 +224,8 @@ def test_differing_names_what_a_person_would_name(ours: Fields, theirs: Fields) 
     mine, yours = dict(ours), dict(theirs)
     expected = {
         name
-        for name in {*mine, *yours} - {"model"}
+        for name in {*mine, *yours} - {"label"}
         if (name in mine, mine.get(name)) != (name in yours, yours.get(name))
     }
     assert differing(ours, theirs) == sorted(expected)
-    assert Namespace(b"", ours, (), ()).model == mine.get("model", "?")
+    assert Namespace(b"", ours, (), ()).label == mine.get("label", "?")

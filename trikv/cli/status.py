@@ -97,11 +97,11 @@ def render(facts: Facts) -> list[str]:
         f"slabs     {pool['slabFreeCount']} of {pool['slabCount']} free, {_size(pool['slabBytes'])} each",
         *_traffic(facts["counters"]),
     ]
-    lines += ["", f"{'namespace':<10}{'blocks':>9}{'size':>11}{'engines':>9}  model"]
+    lines += ["", f"{'namespace':<10}{'blocks':>9}{'size':>11}{'engines':>9}  label"]
     for row in facts["namespaces"]:
         size = _size(row["bytes"])
         lines.append(
-            f"{row['fingerprint'][:8]:<10}{row['blockCount']:>9}{size:>11}{row['engineCount']:>9}  {_cut(row['model'], 39)}"
+            f"{row['fingerprint'][:8]:<10}{row['blockCount']:>9}{size:>11}{row['engineCount']:>9}  {_cut(row['label'], 39)}"
         )
     lines += ["", f"{'engine':<38}{'namespace':<11}{'ranks':<7}state"]
     for row in facts["engines"]:

@@ -215,7 +215,7 @@ def fields(
     backend = getattr(attention, "backend", None) or os.environ.get("VLLM_ATTENTION_BACKEND")
     layout = getattr(cache, "kv_cache_layout", None) or os.environ.get("VLLM_KV_CACHE_LAYOUT")
     return {
-        "model": _label(model, weights),
+        "label": _label(model, weights),
         "model_config": _config_digest(model),
         "weights": weights,
         "weights_epoch": weights_epoch,

@@ -205,16 +205,18 @@ class LeafFirstLru:
 
     def _put(self, position: int, rows: Rows) -> None:
         """Write entries at a position and after; they must have left their earlier places."""
-        start = position % len(self._ring)
-        fit = min(len(rows), len(self._ring) - start)
-        for part, at in ((rows[:fit], start), (rows[fit:], 0)):
+        self._logged += len(rows)
+        while len(rows):  # twice at the ring's end
+            at = position % len(self._ring)
+            fit = len(self._ring) - at
+            part, rows = rows[:fit], rows[fit:]
             end = at + len(part)
             self._ring[at:end] = part
             self._place[part] = np.arange(at + 1, end + 1, dtype=np.int32)
             for chunk in range(at >> CHUNK_BITS, (end - 1 >> CHUNK_BITS) + 1):
                 first = max(at, chunk << CHUNK_BITS)
                 self._alive[chunk] += min(end, (chunk + 1) << CHUNK_BITS) - first
-        self._logged += len(rows)
+            position += len(part)
 
     def _leave(self, places: Places) -> None:
         """Places that were live are waste now."""

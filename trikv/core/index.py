@@ -149,6 +149,9 @@ class Index:
         buckets = self._bucket_of(hashes[:, 0], self._salt(space))
         order = np.argsort(buckets, kind="stable")
         buckets, places = buckets.take(order), rows.take(order) + self._buckets
+        marks = np.arange(len(rows), dtype=np.int32)
+        self._links[places] = marks
+        assert (self._links.take(places) == marks).all()  # an entry named twice would be a ring
         following = self._links.take(buckets)
         shared = np.flatnonzero(buckets[1:] == buckets[:-1])  # they follow each other
         following[shared] = places[shared + 1]

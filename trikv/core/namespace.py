@@ -17,7 +17,7 @@ Fields = tuple[tuple[str, str], ...]
 """Sorted (name, value) pairs with unique names."""
 
 PROBE_FIELD = "hash_probe"
-MODEL_FIELD = "model"
+LABEL_FIELD = "label"
 NAMESPACES_MAX = 1_024
 
 
@@ -25,7 +25,7 @@ def fingerprint(fields: Fields, ranks: tuple[tuple[Geometry, ...], ...]) -> byte
     """Name a namespace by everything its bytes depend on.
 
     Every part is tagged and length-prefixed, so that no two different inputs spell the same text.
-    The `model` field is a label for people and is left out: the same weights under another name share.
+    The `label` field is for people and is left out: the same weights under another name share.
 
     Args:
         fields: what the scheduler declared.
@@ -36,7 +36,7 @@ def fingerprint(fields: Fields, ranks: tuple[tuple[Geometry, ...], ...]) -> byte
     """
     digest = hashlib.blake2b(digest_size=16, person=b"trikv namespace")
     for name, value in fields:
-        if name != MODEL_FIELD:
+        if name != LABEL_FIELD:
             _add(digest, "field", name, value)
     for rank, groups in enumerate(ranks):
         for group, geometry in enumerate(groups):
@@ -79,9 +79,9 @@ class Namespace:
     instances: int = 0
 
     @property
-    def model(self) -> str:
+    def label(self) -> str:
         """What people call it."""
-        return dict(self.fields).get(MODEL_FIELD, "?")
+        return dict(self.fields).get(LABEL_FIELD, "?")
 
 
 @dataclass(slots=True)
@@ -150,5 +150,5 @@ def differing(ours: Fields, theirs: Fields) -> list[str]:
     """Names of the fields that keep two namespaces apart, without the label."""
     a, b = dict(ours), dict(theirs)
     return sorted(
-        name for name in a.keys() | b.keys() if name != MODEL_FIELD and a.get(name) != b.get(name)
+        name for name in a.keys() | b.keys() if name != LABEL_FIELD and a.get(name) != b.get(name)
     )

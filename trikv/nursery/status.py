@@ -57,7 +57,7 @@ def _write_namespaces(status: Any, service: Service) -> None:  # noqa: ANN401
     namespaces = service.store.engines.namespaces.by_fingerprint.values()
     for row, namespace in zip(status.init("namespaces", len(namespaces)), namespaces, strict=True):
         row.fingerprint = namespace.fingerprint.hex()
-        row.model = namespace.model
+        row.label = namespace.label
         row.blockCount = sum(resident.get(space, 0) for space in namespace.spaces)
         row.bytes = sum(
             resident.get(space, 0) * cache.spaces[space].block_bytes for space in namespace.spaces

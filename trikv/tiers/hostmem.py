@@ -65,12 +65,12 @@ class HeldProcess:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.pidfd = os.pidfd_open(pid)
-        self._poll = select.poll()
-        self._poll.register(self.pidfd, select.POLLIN)
 
     def is_alive(self) -> bool:
         """False for ever once the process has ended."""
-        return not self._poll.poll(0)
+        ended = select.poll()  # of its own: several threads ask at once
+        ended.register(self.pidfd, select.POLLIN)
+        return not ended.poll(0)
 
     def close(self) -> None:
         """Give the descriptor back."""

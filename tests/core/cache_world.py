@@ -1,0 +1,65 @@
+"""A small pool, four spaces, and blocks as the tests of the cache remember them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trikv.core.blocks import State
+from trikv.core.cache import Cache, Limits
+from trikv.core.words import InstanceName, LeaseId, RequestId, SpaceId, Words
+
+PAGE = 4096
+SLAB = 8 * PAGE
+POOL = 4 * SLAB
+PAGES = {1: (1,), 2: (2, 1, 1), 3: (1,), 4: (1, 1)}  # a space: pages of a block on each rank
+LEASE_S, FILL_S = 4, 5
+Who = tuple[InstanceName, RequestId]
+
+
+def path_to(node: int) -> list[int]:
+    """A prompt: the hashes from the root to `node`."""
+    return [node >> up for up in reversed(range(node.bit_length()))]
+
+
+def words(nodes: list[int]) -> Words:
+    return np.array([(node, 0, 0, node) for node in nodes], np.uint64).reshape(-1, 4)
+
+
+def new_cache(entries_max: int = 64, *, pool: int = POOL, **limits: Any) -> Cache:  # noqa: ANN401
+    cache = Cache(pool, SLAB, entries_max=entries_max, seed=1, limits=Limits(**limits))
+    for space, pages in PAGES.items():
+        cache.open_space(SpaceId(space), tuple(PAGE * count - 7 for count in pages))
+    return cache
+
+
+@dataclass(eq=False)
+class Life:
+    """A block from its reservation until its pages are free."""
+
+    space: SpaceId
+    node: int
+    row: int
+    pages: list[list[int]]  # a rank: the pool's 4 KiB units
+    deadline_s: int
+    state: State = State.FILLING
+    claimed: set[int] = field(default_factory=set)
+    filled: set[int] = field(default_factory=set)
+    writers: int = 0
+    pins: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return PAGE * sum(PAGES[self.space])
+
+    def tags(self, rank: int) -> dict[int, object]:
+        """What the units of a rank hold when the copy was whole."""
+        return {unit: (self.space, self.node, rank, i) for i, unit in enumerate(self.pages[rank])}
+
+
+@dataclass(eq=False)
+class Promise:
+    id: LeaseId
+    lives: list[Life]
+    left: set[int]
+    deadline_s: int
