@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from trikv.core.blocks import State
-from trikv.core.cache import Cache, Limits
+from trikv.core.cache import Cache, Key, Limits, SavePlan
 from trikv.core.words import InstanceName, LeaseId, RequestId, SpaceId, Words
 
 PAGE = 4096
@@ -63,3 +63,29 @@ class Promise:
     lives: list[Life]
     left: set[int]
     deadline_s: int
+
+
+ONE = SpaceId(1)
+
+
+def key(request: str, space: SpaceId = ONE, instance: str = "one") -> Key:
+    return Key(InstanceName(instance), RequestId(request), space)
+
+
+def save(
+    cache: Cache, who: Key, nodes: list[int], *, first: int = 0, now_s: float = 0.0
+) -> list[SavePlan]:
+    """All ranks save, and nothing goes wrong."""
+    plans = []
+    for rank in range(len(PAGES[who.space])):
+        plan = cache.prepare_save(who, words(nodes), rank=rank, first=first, now_s=now_s)
+        cache.complete_save(plan, np.ones(len(plan.entries), np.bool_), copied_bytes=0)
+        plans.append(plan)
+    return plans
+
+
+def ask(cache: Cache, who: Key, nodes: list[int], *, now_s: float = 0.0) -> int:
+    """A query whose lease is given back at once: how many blocks are there."""
+    count = cache.query(who, words(nodes), now_s=now_s).count
+    cache.release(who.instance, who.request)
+    return count

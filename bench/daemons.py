@@ -1,0 +1,99 @@
+"""A daemon of its own for a benchmark, and an engine attached to it through the real client."""
+
+import contextlib
+import ctypes
+import hashlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trikv.connector.calls import Calls
+from trikv.connector.client import Client, Introduction, Settings
+
+READY_S = 30.0
+HASH_BYTES = 32
+
+
+def die_with_parent() -> None:
+    """Make the kernel kill this child when the benchmark is gone."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def daemon(*arguments: str) -> Iterator[str]:
+    """Run a daemon on a private socket; yields its address."""
+    with tempfile.TemporaryDirectory() as folder:
+        address, log = f"unix:{folder}/trikv.sock", Path(folder) / "log"
+        with log.open("w") as stderr:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "trikv.nursery.serve", "--addr", address, *arguments],
+                stderr=stderr,
+                preexec_fn=die_with_parent,  # noqa: PLW1509  # no threads yet
+            )
+        try:
+            deadline_s = time.monotonic() + READY_S
+            while "daemon.ready" not in log.read_text():
+                if child.poll() is not None or time.monotonic() > deadline_s:
+                    raise RuntimeError(log.read_text())
+                time.sleep(0.02)
+            yield address
+        finally:
+            child.terminate()
+            child.wait(30)
+
+
+def hashes(name: str, count: int) -> bytes:
+    """A chain of made-up hashes, one blob."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+    return np.random.default_rng(seed).bytes(count * HASH_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A scheduler's and a worker's client of one engine in this process, as the connector has them."""
+
+    scheduler: Calls
+    worker: Calls
+    memory: NDArray[np.uint8]  # [block, byte]
+
+
+@contextlib.contextmanager
+def engine(address: str, *, blocks: int, page_bytes: int, pieces: int = 1) -> Iterator[Engine]:
+    """Attach an engine of one rank."""
+    name = f"bench-{os.getpid()}-{time.monotonic_ns()}"
+    memory = np.ones((blocks, page_bytes), np.uint8)
+    size = page_bytes // pieces
+    layout = [
+        {"memory": 0, "offset": at * size, "stride": page_bytes, "bytes": size}
+        for at in range(pieces)
+    ]
+    process = {"process": {"address": memory.ctypes.data, "bytes": memory.nbytes}}
+    group = {"blockCount": blocks, "pieces": layout, "layout": "bytes"}
+    rank = {"instance": name, "rank": 0, "memories": [process], "groups": [group]}
+    fields = [{"name": "model", "value": f"bench {page_bytes}"}]
+    declared = {"name": name, "rankCount": 1, "fields": fields}
+    log = logging.getLogger("bench")
+    settings = Settings("bench", address)
+    worker, scheduler = Client(settings, log), Client(settings, log)
+    worker.start(Introduction("register", lambda: {"rank": rank}, offers_memory=True))
+    scheduler.start(Introduction("declare", lambda: {"instance": declared}))
+    try:
+        deadline_s = time.monotonic() + READY_S
+        while not (worker.is_ready and scheduler.is_ready):
+            if time.monotonic() > deadline_s:
+                raise RuntimeError("the engine did not attach")
+            time.sleep(0.02)
+        yield Engine(Calls(scheduler), Calls(worker), memory)
+    finally:
+        scheduler.close()
+        worker.close()

@@ -1,0 +1,393 @@
+"""The owner of the core: calls of engines in their order, with a clock that tests set."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from trikv.core import namespace as namespaces
+from trikv.core.cache import Cache, Hit, Limits, LoadPlan, SavePlan
+from trikv.core.calls import Declare, GroupPieces, Load, Named, Query, Register, Save
+from trikv.core.engines import Engines
+from trikv.core.errors import (
+    BadRequestError,
+    KvError,
+    LeaseLostError,
+    NotReadyError,
+    OverloadedError,
+)
+from trikv.core.layout import Piece, Range
+from trikv.core.namespace import Fields
+from trikv.core.words import InstanceName, LeaseId, RequestId, SessionId, Words
+from trikv.nursery import store as module
+from trikv.nursery.store import Store
+
+PAGE = 4096
+SLAB = 8 * PAGE
+LEASE_S, FILL_S = 10.0, 20.0
+A, B = InstanceName("a"), InstanceName("b")
+R = RequestId("r")
+PLAIN: Fields = (("weights", "1"),)
+
+
+def words(*hashes: int) -> Words:
+    return np.array([(one, 0, 0, one) for one in hashes], np.uint64).reshape(-1, 4)
+
+
+def ids(*blocks: int) -> np.ndarray:
+    return np.array(blocks, np.int32)
+
+
+def pieces(piece_bytes: int) -> GroupPieces:
+    piece = Piece(0, 0, piece_bytes, piece_bytes)
+    return GroupPieces(8, (piece,), "f32")
+
+
+@dataclass
+class Engine:
+    """One engine's processes: the scheduler's session, then one a rank."""
+
+    store: Store
+    name: InstanceName
+    scheduler: SessionId
+    rank_count: int = 1
+    fields: Fields = PLAIN
+    groups: tuple[GroupPieces, ...] = (pieces(PAGE),)
+
+    def session(self, rank: int) -> SessionId:
+        return SessionId(self.scheduler + 1 + rank)
+
+    def declare(self) -> Named:
+        return self.store.declare(self.scheduler, Declare(self.name, self.rank_count, self.fields))
+
+    def register(self, rank: int = 0) -> Named:
+        call = Register(self.name, rank, (Range(1 << 20, 8 * SLAB),), self.groups, 0, 0)
+        return self.store.register(self.session(rank), call)
+
+    def start(self) -> "Engine":
+        self.declare()
+        for rank in range(self.rank_count):
+            self.register(rank)
+        return self
+
+    def query(self, *hashes: int, group: int = 0) -> Hit:
+        return self.store.query(self.name, Query(R, group, words(*hashes)))
+
+    def prepare_save(self, call: Save) -> SavePlan:
+        return self.store.prepare_save(self.session(call.rank), self.name, call)[0]
+
+    def save(self, *hashes: int, group: int = 0) -> None:
+        for rank in range(self.rank_count):
+            call = save(*hashes, rank=rank, group=group)
+            plan, layout = self.store.prepare_save(self.session(rank), self.name, call)
+            self.store.complete_save(plan, np.ones(len(plan.entries), np.bool_), layout)
+
+    def prepare_load(self, lease: int, *blocks: int, rank: int = 0, first: int = 0) -> LoadPlan:
+        call = Load(rank, LeaseId(lease), first, ids(*blocks), 0.0)
+        return self.store.prepare_load(self.session(rank), self.name, call)[0]
+
+    def lease(self, *hashes: int) -> int:
+        hit = self.query(*hashes)
+        assert hit.lease is not None
+        return hit.lease.id
+
+
+def save(*hashes: int, rank: int = 0, group: int = 0, blocks: np.ndarray | None = None) -> Save:
+    where = np.arange(len(hashes), dtype=np.int32) if blocks is None else blocks
+    return Save(rank, group, R, 0, words(*hashes), where, 0, 0)
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(clock: Clock) -> Store:
+    limits = Limits(lease_s=LEASE_S, fill_s=FILL_S, filling_fraction_many_ranks=0.5)
+    cache = Cache(4 * SLAB, SLAB, entries_max=64, seed=1, limits=limits)
+    return Store(cache, Engines(instances_max=4), clock)
+
+
+@pytest.fixture
+def a(store: Store) -> Engine:
+    return Engine(store, A, SessionId(10)).start()
+
+
+@pytest.fixture
+def b(store: Store) -> Engine:
+    return Engine(store, B, SessionId(20)).start()
+
+
+def holdings(store: Store) -> tuple[object, ...]:
+    """Everything that a refused call must leave as it was."""
+    cache = store.cache
+    columns = [cache.blocks.state, cache.blocks.pins, cache.blocks.writers, cache.recency]
+    known = sorted(store.engines.namespaces.by_fingerprint)
+    leases = {one.id: (one.deadline_s, one.ranks_left) for one in cache.leases.active.values()}
+    return (
+        [column.tolist() for column in columns],
+        (cache.pages.used_bytes, len(cache.index), len(cache.chains), cache.filling_bytes),
+        (set(cache.transfers), leases, known, sorted(cache.spaces), sorted(store.engines.by_name)),
+    )
+
+
+def test_what_one_engine_saves_another_finds_and_loads(store: Store, a: Engine, b: Engine) -> None:
+    a.save(1, 2)
+    hit = b.query(1, 2, 3)
+    assert hit.lease is not None
+    assert hit.count == 2
+    plan = b.prepare_load(hit.lease.id, 5, 4)
+    assert plan.offsets.tolist() == [0, PAGE]
+    _, layout = store.engines.ready(B), store.engines.ready(B).ranks[0].groups[0]
+    store.complete_load(plan, np.array([True, False]), layout)
+    counters = store.cache.counters
+    assert (counters.load_blocks_total, counters.load_failed_blocks_total) == (1, 1)
+    assert (counters.load_bytes_total, counters.save_bytes_total) == (PAGE, 2 * PAGE)
+    assert store.cache.blocks.pins.sum() == 0
+
+
+def test_a_name_is_known_with_the_last_rank(store: Store) -> None:
+    engine = Engine(store, A, SessionId(1), rank_count=2, groups=(pieces(PAGE), pieces(100)))
+    assert engine.declare() == Named("", (), ())
+    assert engine.register(1) == Named("", (PAGE, 100), ())
+    named = engine.register(0)
+    assert len(named.namespace) == 32
+    assert engine.declare().namespace == named.namespace
+    other = Engine(store, B, SessionId(9), fields=(("hash_probe", "x"), *PLAIN))
+    third = Engine(store, InstanceName("c"), SessionId(19), fields=(("hash_probe", "y"), *PLAIN))
+    other.start()
+    third.declare()
+    (note,) = third.register().notes
+    assert "PYTHONHASHSEED" in note
+
+
+def other_rank(a: Engine, _: Engine) -> object:
+    return a.store.prepare_save(SessionId(21), A, save(1))
+
+
+REFUSALS: dict[str, tuple[type[KvError], Callable[[Engine, Engine], object]]] = {
+    "query of no engine": (NotReadyError, lambda a, _: a.store.query(None, Query(R, 0, words(1)))),
+    "query in a group too many": (BadRequestError, lambda a, _: a.query(1, group=1)),
+    "save of no engine": (
+        NotReadyError,
+        lambda a, _: a.store.prepare_save(a.session(0), None, save(5)),
+    ),
+    "save for another's rank": (BadRequestError, other_rank),
+    "save by the scheduler": (
+        BadRequestError,
+        lambda a, _: a.store.prepare_save(a.scheduler, A, save(5)),
+    ),
+    "save for no rank": (BadRequestError, lambda a, _: a.prepare_save(save(5, rank=1))),
+    "save in a group too many": (BadRequestError, lambda a, _: a.prepare_save(save(5, group=1))),
+    "save beyond the blocks": (
+        BadRequestError,
+        lambda a, _: a.prepare_save(save(5, 6, blocks=ids(0, 8))),
+    ),
+    "save before the blocks": (
+        BadRequestError,
+        lambda a, _: a.prepare_save(save(5, blocks=ids(-1))),
+    ),
+    "save a hash twice": (BadRequestError, lambda a, _: a.prepare_save(save(5, 6, 5))),
+    "load an unknown lease": (LeaseLostError, lambda a, _: a.prepare_load(999, 0)),
+    "load another's lease": (LeaseLostError, lambda a, b: b.prepare_load(a.lease(1, 2), 0)),
+    "load for another's rank": (
+        BadRequestError,
+        lambda a, _: a.store.prepare_load(
+            SessionId(21), A, Load(0, LeaseId(a.lease(1, 2)), 0, ids(0), 0.0)
+        ),
+    ),
+    "load for no rank": (LeaseLostError, lambda a, _: a.prepare_load(a.lease(1, 2), 0, rank=1)),
+    "load for no rank at all": (
+        LeaseLostError,
+        lambda a, _: a.prepare_load(a.lease(1, 2), 0, rank=65_535),
+    ),
+    "load beyond the blocks": (BadRequestError, lambda a, _: a.prepare_load(a.lease(1, 2), 8)),
+    "load into a block twice": (BadRequestError, lambda a, _: a.prepare_load(a.lease(1, 2), 3, 3)),
+    "load more than leased": (BadRequestError, lambda a, _: a.prepare_load(a.lease(1, 2), 0, 1, 2)),
+    "load from behind": (BadRequestError, lambda a, _: a.prepare_load(a.lease(1, 2), 0, first=2)),
+    "load nothing": (BadRequestError, lambda a, _: a.prepare_load(a.lease(1, 2))),
+    "reset of no engine": (NotReadyError, lambda a, _: a.store.reset(InstanceName("c"))),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refused_call_leaves_nothing_behind(a: Engine, b: Engine, name: str) -> None:
+    refusal, call = REFUSALS[name]
+    a.save(1, 2)
+    a.lease(1, 2)
+    before = holdings(a.store)
+    with pytest.raises(refusal):
+        call(a, b)
+    after = holdings(a.store)
+    if "lease(" in name or name.startswith("load"):
+        before[0][3][:2] = after[0][3][:2]  # asking again has touched the blocks
+    assert after == before
+    b.save(1, 2, 3)
+    assert a.query(1, 2, 3).count == 3
+
+
+# -- time
+
+
+def test_leases_and_fills_end_with_the_sweep_and_not_before(clock: Clock, a: Engine) -> None:
+    store = a.store
+    a.save(1)
+    lease = a.lease(1)
+    flying = a.prepare_save(save(5))
+    clock.now_s += LEASE_S
+    with pytest.raises(LeaseLostError):
+        a.prepare_load(lease, 0)
+    assert store.cache.blocks.pins.sum() == 1
+    store.sweep()
+    assert store.cache.blocks.pins.sum() == 0
+    assert store.cache.filling_bytes == PAGE
+    clock.now_s += FILL_S - LEASE_S
+    store.sweep()
+    assert store.cache.filling_bytes == 0
+    layout = store.engines.ready(A).ranks[0].groups[0]
+    store.complete_save(flying, np.ones(1, np.bool_), layout)
+    assert a.query(5).count == 0
+
+
+def test_a_load_that_began_in_time_outlives_its_lease(clock: Clock, a: Engine) -> None:
+    a.save(1)
+    plan = a.prepare_load(a.lease(1), 0)
+    clock.now_s += 10 * LEASE_S
+    a.store.sweep()
+    assert a.store.reset(A) == 1
+    for request in range(8):
+        a.save(*range(100 * request + 10, 100 * request + 18))
+    assert a.store.cache.pages.used_bytes == 32 * PAGE
+    assert a.store.cache.blocks.pins[plan.entries[0]] == 1
+    layout = a.store.engines.ready(A).ranks[0].groups[0]
+    a.store.complete_load(plan, np.ones(1, np.bool_), layout)
+    assert a.store.cache.blocks.pins.sum() == 0
+
+
+# -- reset
+
+
+def test_a_reset_takes_everything_from_all_who_share(clock: Clock, a: Engine, b: Engine) -> None:
+    store = a.store
+    a.save(1, 2)
+    lease = b.lease(1, 2)
+    flying = a.prepare_save(save(3))
+    assert store.reset(A) == 3
+    assert b.query(9).count == 0  # ends b's lease: its request has asked again
+    with pytest.raises(LeaseLostError):
+        b.prepare_load(lease, 0, 1)
+    layout = store.engines.ready(A).ranks[0].groups[0]
+    store.complete_save(flying, np.ones(1, np.bool_), layout)
+    assert a.query(1, 2, 3).count == 0
+    clock.now_s += FILL_S
+    store.sweep()
+    assert store.cache.pages.used_bytes == 0
+    a.save(1, 2)
+    assert b.query(1, 2).count == 2
+
+
+def test_a_lease_of_before_the_reset_cannot_be_loaded(clock: Clock, a: Engine, b: Engine) -> None:
+    a.save(1, 2)
+    lease = b.lease(1, 2)
+    a.store.reset(A)
+    before = holdings(a.store)
+    with pytest.raises(LeaseLostError, match="reset"):
+        b.prepare_load(lease, 0, 1)
+    assert holdings(a.store) == before
+    assert a.store.cache.pages.used_bytes == 2 * PAGE
+    clock.now_s += LEASE_S
+    a.store.sweep()
+    assert a.store.cache.pages.used_bytes == 0
+
+
+# -- the end of sessions, and the bound on namespaces
+
+
+def test_the_schedulers_end_ends_leases_and_a_workers_does_not(a: Engine) -> None:
+    store = a.store
+    a.save(1)
+    a.lease(1)
+    store.session_lost(a.session(0))
+    assert len(store.cache.leases.active) == 1
+    with pytest.raises(NotReadyError):
+        a.query(1)
+    a.register(0)
+    store.session_lost(a.scheduler)
+    assert (len(store.cache.leases.active), len(store.cache.chains)) == (0, 0)
+    assert store.cache.blocks.pins.sum() == 0
+    a.declare()
+    assert a.query(1).count == 1
+
+
+def test_release_of_anything_is_fine(a: Engine) -> None:
+    a.save(1)
+    a.lease(1)
+    a.store.release(None, [R])
+    a.store.release(B, [R])
+    a.store.release(A, [RequestId("x")])
+    assert len(a.store.cache.leases.active) == 1
+    a.store.release(A, [R, R])
+    assert len(a.store.cache.leases.active) == 0
+
+
+@pytest.fixture
+def two_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for where in (namespaces, module):
+        monkeypatch.setattr(where, "NAMESPACES_MAX", 2)
+
+
+def with_weights(store: Store, name: str, session: int) -> Engine:
+    return Engine(store, InstanceName(name), SessionId(session), fields=(("weights", name),))
+
+
+@pytest.mark.usefixtures("two_namespaces")
+def test_at_the_bound_namespaces_without_engines_and_blocks_go(store: Store) -> None:
+    empty, full = with_weights(store, "e", 10).start(), with_weights(store, "f", 20).start()
+    full.save(1)
+    for engine in (empty, full):
+        store.session_lost(engine.scheduler)
+        store.session_lost(engine.session(0))
+    third = with_weights(store, "t", 30).start()
+    known = [one.model for one in store.engines.namespaces.by_fingerprint.values()]
+    assert len(known) == 2
+    assert third.query(1).count == 0
+    fourth = with_weights(store, "u", 40)
+    fourth.declare()
+    with pytest.raises(OverloadedError):
+        fourth.register()
+    store.session_lost(fourth.scheduler)
+    full.start()
+    assert full.query(1).count == 1
+
+
+@pytest.mark.xfail(reason="the refused namespace and its spaces stay", strict=True)
+def test_an_engine_whose_blocks_no_slab_holds_leaves_nothing_behind(store: Store) -> None:
+    engine = Engine(store, A, SessionId(1), groups=(pieces(PAGE), pieces(SLAB + 1)))
+    before = holdings(store)
+    engine.declare()
+    with pytest.raises(BadRequestError):
+        engine.register()
+    store.session_lost(engine.scheduler)
+    assert holdings(store) == before
+
+
+@pytest.mark.xfail(reason="Engines.declare forgets whose leases are to end", strict=True)
+@pytest.mark.usefixtures("two_namespaces")
+def test_a_refused_declaration_ends_the_leases_of_the_one_before(store: Store) -> None:
+    first = with_weights(store, "f", 10).start()
+    with_weights(store, "s", 20).start()
+    first.save(1)
+    first.lease(1)
+    first.fields = (("weights", "new"),)
+    with pytest.raises(OverloadedError):
+        first.declare()
+    assert (len(store.cache.leases.active), len(store.cache.chains)) == (0, 0)
