@@ -2,8 +2,9 @@
 
     python examples/client.py [unix:/path | host:port]
 
-Registers a buffer of this process as an engine's KV cache, saves four blocks, overwrites them, asks for
-them, loads them back and compares. Over TCP (no process memory) it prints the daemon's status only.
+Registers a buffer of this process as an engine's KV cache, saves four blocks, overwrites them, asks
+for them, loads them back and compares. Over TCP (no process memory) it prints the daemon's status
+only.
 """
 
 import asyncio
@@ -56,9 +57,9 @@ async def round_trip(kv: capnp.lib.capnp._DynamicCapabilityClient) -> None:  # n
         f"daemon    {hello.software}, protocol {hello.protocol}, heartbeat {hello.heartbeatSeconds:g} s"
     )
 
-    # Two layers, each an array of blocks: a block has one piece in each.
-    # As in a real engine, what a block holds depends on its hash alone: run this twice, and the second
-    # run finds the blocks of the first.
+    # Two layers, each an array of blocks: a block has one piece in each. As in a real engine, what
+    # a block holds depends on its hash alone: run this twice, and the second run finds the blocks
+    # of the first.
     buffer = ctypes.create_string_buffer(BLOCKS * BLOCK_BYTES * LAYERS)
     buffer[:] = bytes(number % 251 for number in range(len(buffer)))
     layer_bytes = BLOCKS * BLOCK_BYTES

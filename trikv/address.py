@@ -1,7 +1,7 @@
 """Where the daemon listens, and the order in which clients look for it.
 
-Decided here: the spelling of addresses and the search order, the same for daemon, connector and CLI.
-This file does not know sockets or RPC; it must stay importable in an engine's process.
+Decided here: the spelling of addresses and the search order, the same for daemon, connector and
+CLI. This file does not know sockets or RPC; it must stay importable in an engine's process.
 """
 
 import os

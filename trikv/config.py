@@ -1,8 +1,8 @@
 """The daemon's settings: one table of options feeds flags, environment, TOML file and documentation.
 
 Decided here: names, defaults, units and bounds of every setting, and which source wins: flag, then
-environment (`TRIKV_POOL_SIZE`), then file (`pool-size = "30gb"`), then default. This file does not know
-what the settings are for.
+environment (`TRIKV_POOL_SIZE`), then file (`pool-size = "30gb"`), then default. This file does not
+know what the settings are for.
 """
 
 import argparse

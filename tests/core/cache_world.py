@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
 from trikv.core.blocks import State
 from trikv.core.cache import Cache, Key, Limits, SavePlan
@@ -15,6 +16,11 @@ POOL = 4 * SLAB
 PAGES = {1: (1,), 2: (2, 1, 1), 3: (1,), 4: (1, 1)}  # a space: pages of a block on each rank
 LEASE_S, FILL_S = 4, 5
 Who = tuple[InstanceName, RequestId]
+WHO = st.tuples(
+    st.sampled_from(["one", "two"]).map(InstanceName), st.sampled_from(["r", "s"]).map(RequestId)
+)
+SPACES = st.sampled_from(sorted(PAGES)).map(SpaceId)
+NODES = st.integers(1, 63)  # of a binary tree: node n's parent is n // 2
 
 
 def path_to(node: int) -> list[int]:
@@ -61,8 +67,47 @@ class Life:
 class Promise:
     id: LeaseId
     lives: list[Life]
-    left: set[int]
+    left: set[int]  # ranks that have not loaded
     deadline_s: int
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.left) == len(PAGES[self.lives[0].space])
+
+
+class Model:
+    """Blocks and promises as they must be."""
+
+    lives: dict[tuple[SpaceId, int], Life]  # those that the index knows
+    doomed: set[Life]
+    leases: dict[Who, Promise]
+
+    def sum_of(self, *states: State) -> int:
+        return sum(life.bytes for life in self.all() if life.state in states)
+
+    def all(self) -> list[Life]:
+        return [*self.lives.values(), *self.doomed]
+
+    def leased_bytes(self) -> int:
+        return sum(life.bytes for one in self.leases.values() for life in one.lives)
+
+    def lose(self, life: Life) -> None:
+        del self.lives[life.space, life.node]
+        life.state = State.DOOMED
+        self.doomed.add(life)
+        self.let_go(life)
+
+    def let_go(self, life: Life) -> None:
+        if life.state is State.DOOMED and life.writers + life.pins == 0:
+            self.doomed.remove(life)
+
+    def unpin(self, lives: list[Life]) -> None:
+        for life in lives:
+            life.pins -= 1
+            self.let_go(life)
+
+    def end(self, who: Who) -> None:
+        self.unpin(self.leases.pop(who).lives)
 
 
 ONE = SpaceId(1)

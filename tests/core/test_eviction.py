@@ -118,7 +118,7 @@ class LruMachine(RuleBasedStateMachine):
 
 
 TestLru = LruMachine.TestCase
-TestLru.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLru.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
 class ForestMachine(RuleBasedStateMachine):

@@ -112,7 +112,7 @@ def test_the_label_is_left_out_and_nothing_else() -> None:
     assert len(known) == 16
     assert fingerprint((("dtype", "f16"), ("label", "other")), geometries) == known
     assert fingerprint((("dtype", "f16"),), geometries) == known
-    assert fingerprint((("dtype", "f16"), ("models", "m")), geometries) != known
+    assert fingerprint((("dtype", "f16"), ("labels", "m")), geometries) != known
     assert fingerprint((("dtype", "f32"), ("label", "m")), geometries) != known
 
 
@@ -132,7 +132,7 @@ def test_equal_instances_share_and_are_counted() -> None:
     other = known.open((("dtype", "f32"),), BASE[1])
     assert other is not first
     assert (other.instances, len(known.by_fingerprint)) == (1, 2)
-    assert (first.model, other.model) == ("m", "?")
+    assert (first.label, other.label) == ("m", "?")
 
 
 def test_pages_are_listed_a_group() -> None:
@@ -186,9 +186,9 @@ def fields(**known: str) -> Fields:
 
 def test_engines_that_hash_differently_are_told() -> None:
     known = Namespaces()
-    one = known.open(fields(model="m", dtype="f16", hash_probe="aa"), ((A,),))
+    one = known.open(fields(label="m", dtype="f16", hash_probe="aa"), ((A,),))
     assert known.notes(one) == []
-    other = known.open(fields(model="n", dtype="f16", hash_probe="bb"), ((A,),))
+    other = known.open(fields(label="n", dtype="f16", hash_probe="bb"), ((A,),))
     for mine, theirs in itertools.permutations([one, other]):
         (note,) = known.notes(mine)
         assert "PYTHONHASHSEED" in note

@@ -1,8 +1,8 @@
 """A fake world around the real shell: engines, their memory, a clock, and everything that goes wrong.
 
-The daemon's own sessions, copy queues, service, store and core run under a virtual clock; only memory and
-processes are fake. Every byte an engine computes is a function of (model, rank, block hash), so any load
-can be checked, whoever saved it.
+The daemon's own sessions, copy queues, service, store and core run under a virtual clock; only
+memory and processes are fake. Every byte an engine computes is a function of (model, rank, block
+hash), so any load can be checked, whoever saved it.
 """
 
 import hashlib
@@ -351,11 +351,9 @@ class World:
         limits = Limits(
             **{name: getattr(limits, name) for name in ("lease_s", "fill_s", "leases_max", "chains_max")},
             filling_fraction_many_ranks=0.5,
-        )
-        self.cache = Cache(slabs * slab_bytes, slab_bytes, entries_max=256, seed=seed, limits=limits)
-        self.memory = FakeMemory(slabs * slab_bytes, self.rng, faults)
-        store = Store(self.cache, Engines(16), trio.current_time)
-        self.sessions = Sessions(store, 256, 10.0)
+        ) self.cache = Cache(slabs * slab_bytes, slab_bytes, entries_max=256, seed=seed,
+        limits=limits) self.memory = FakeMemory(slabs * slab_bytes, self.rng, faults) store =
+        Store(self.cache, Engines(16), trio.current_time) self.sessions = Sessions(store, 256, 10.0)
         self.saving, self.loading = (
             Copying(name, self.memory, self.sessions, workers=2, queue_jobs_max=8)
             for name in ("save", "load")
@@ -384,11 +382,9 @@ class World:
 
     async def run(self, *, engines: int, requests: int) -> Report:
         async with trio.open_nursery() as back:
-            self.nursery = back
-            await back.start(self.sessions.run)
-            await back.start(self.saving.run)
-            await back.start(self.loading.run)
-            await back.start(lambda task_status: sweep(self.service.store, every_s=0.25, task_status=task_status))
+            self.nursery = back await back.start(self.sessions.run) await
+            back.start(self.saving.run) await back.start(self.loading.run) await back.start(lambda
+            task_status: sweep(self.service.store, every_s=0.25, task_status=task_status))
             async with trio.open_nursery() as front:
                 for number in range(engines):
                     model, ranks, pieces = [("a", 1, 2), ("b", 2, 3), ("a", 1, 2)][number % 3]

@@ -1,7 +1,7 @@
 """TriKV inside vLLM's processes.
 
-`kv_connector_module_path: trikv.connector` finds `TriKVConnector` here; everything else imports without
-vLLM.
+`kv_connector_module_path: trikv.connector` finds `TriKVConnector` here; everything else imports
+without vLLM.
 """
 
 from typing import TYPE_CHECKING, Any

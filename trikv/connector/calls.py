@@ -1,19 +1,25 @@
 """The session's methods as typed calls: plain records in, futures of plain records out.
 
-Decided here: which calls have a deadline. A load and a save have none: their answer says that memory is
-no longer touched, and nothing but it does. This file does not know connections or vLLM.
+Decided here: which calls have a deadline. A load and a save have none: their answer says that
+memory is no longer touched, and nothing but it does. This file does not know connections or vLLM.
 """
 
-import concurrent.futures
-from collections.abc import Sequence
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from trikv.connector.client import Attached, Client, checked
-from trikv.connector.jobs import LoadJob, SaveJob
+from trikv.connector.link import checked
 from trikv.wire import REQUESTS_MAX, ids_to_array
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from concurrent.futures import Future
+
+    from trikv.connector.client import Attached, Client
+    from trikv.connector.jobs import LoadJob, SaveJob
 
 SAVE_RETRY_S: Final = 1.0
 RESET_S: Final = 30.0
@@ -54,16 +60,12 @@ class Calls:
         """True when a call would be sent."""
         return self.client.is_ready
 
-    def query(
-        self, request: str, hash_bytes: int, hashes: bytes
-    ) -> "concurrent.futures.Future[Answer]":
+    def query(self, request: str, hash_bytes: int, hashes: bytes) -> Future[Answer]:
         """Ask how much of a prompt is at hand; again renews the lease."""
         body = {"request": request, "group": 0, "hashBytes": hash_bytes, "hashes": hashes}
         return self.client.call("query", {"query": body}, _read_answer)
 
-    def save(
-        self, job: SaveJob, fence: int, generation: int
-    ) -> "concurrent.futures.Future[Saved]":
+    def save(self, job: SaveJob, fence: int, generation: int) -> Future[Saved]:
         """Copy blocks out of this rank's memory."""
         body = {
             "rank": self._rank,
@@ -80,10 +82,8 @@ class Calls:
             "save", {"save": body}, _read_saved, deadline_s=None, retry_s=SAVE_RETRY_S
         )
 
-    def load(
-        self, job: LoadJob, via: Attached, budget_s: float
-    ) -> "concurrent.futures.Future[tuple[int, ...]]":
-        """Copy leased blocks into this rank's memory; the future holds positions that did not arrive."""
+    def load(self, job: LoadJob, via: Attached, budget_s: float) -> Future[tuple[int, ...]]:
+        """Copy leased blocks into this rank's memory; the future holds positions that failed."""
         body = {
             "rank": self._rank,
             "lease": job.lease,
@@ -99,7 +99,7 @@ class Calls:
             part = list(requests[at : at + REQUESTS_MAX])
             self.client.call("release", {"requests": part}, _read_nothing)
 
-    def reset(self) -> "concurrent.futures.Future[int]":
+    def reset(self) -> Future[int]:
         """Forget every block of our namespace; the future holds how many."""
         return self.client.call("reset", {}, _read_dropped, deadline_s=RESET_S)
 

@@ -1,19 +1,17 @@
 """The class that vLLM loads: one thin facade for both roles.
 
-Decided here: which hook does what, that none of them ever raises, and what vLLM is told when one fails.
-This file knows vLLM and the two halves, and nothing of how they work.
+Decided here: which hook does what, that none of them ever raises, and what vLLM is told when one
+fails. This file knows vLLM and the two halves, and nothing of how they work.
 
 vLLM 0.20 to 0.33: hooks that older versions lack are defined all the same, and newer types are not
 imported.
 """
 
 import functools
-import inspect
 import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import import_module, metadata
 from typing import Any, Final, ParamSpec, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -26,19 +24,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.logger import init_logger
 
-from trikv.connector import identity, shapes, tally
+from trikv.connector import engine, identity, shapes, tally
 from trikv.connector.calls import Calls
 from trikv.connector.client import Client, Introduction, Settings
 from trikv.connector.jobs import Report, StepJobs
-from trikv.connector.scheduler import Policy, SchedulerHalf
+from trikv.connector.scheduler import SchedulerHalf
 from trikv.connector.settings import read_settings
+from trikv.connector.tracks import Policy
 from trikv.connector.worker import WorkerHalf
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 RESET_S: Final = 5.0
-PROBE_BLOCKS: Final = 3
 
 
 @dataclass
@@ -67,7 +65,7 @@ class TriKVStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Start again from nothing."""
-        self.data = {}
+        self.data: dict[str, int] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add another process's counters."""
@@ -106,18 +104,10 @@ def _nothing() -> None:
     return None
 
 
-def _hit_source() -> Any:  # noqa: ANN401
-    """Where hits come from, for vLLM 0.32 and later: the daemon's host memory."""
-    try:
-        return import_module("vllm.v1.metrics.cache_hit_source").CacheHitSource.HOST
-    except (ImportError, AttributeError):
-        return None
-
-
-class TriKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is untyped here
+class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps KV blocks in a TriKV daemon and loads them back."""
 
-    _cache_hit_source = _hit_source()
+    _cache_hit_source = engine.hit_source()
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:  # noqa: ANN401
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -126,7 +116,9 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._client: Client | None = None
-        why = shapes.refusal(vllm_config, kv_cache_config, _abilities(), os.environ)
+        why = shapes.refusal(
+            vllm_config, kv_cache_config, engine.abilities(KVConnectorBase_V1), os.environ
+        )
         if why:
             raise ValueError(why)
         self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
@@ -143,7 +135,7 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self._log.exception("TriKV: could not start: nothing is cached")
 
     def _ask_for_recompute(self) -> None:
-        """A block that fails to load must be computed, not end its request, which is vLLM's default.
+        """A block that fails to load must be computed; vLLM's default ends its request.
 
         All of 0.20 to 0.33 read the policy right after this constructor.
         """
@@ -158,8 +150,10 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         transfer = self._vllm_config.kv_transfer_config
         self._shape = shapes.shape(self._kv_cache_config)
         # engine_id may be given by the user and so be shared; instance_id is drawn at each start.
-        self._instance = f"{transfer.engine_id}/{getattr(self._vllm_config, 'instance_id', '')}"[:256]
-        software = f"trikv {_version('trikv')}, vllm {_vllm_version()}"
+        self._instance = f"{transfer.engine_id}/{getattr(self._vllm_config, 'instance_id', '')}"[
+            :256
+        ]
+        software = engine.software()
         self._client = Client(Settings(software, given=self._settings.address), self._log)
         calls = Calls(self._client)
         if role == KVConnectorRole.WORKER:
@@ -185,9 +179,8 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return identity.fields(
             self._vllm_config,
             software=software,
-            hash_probe=_hash_probe(self._vllm_config, self._shape.block_tokens),
-            # Since 0.31 salts, images and adapters enter the hash as tagged tuples.
-            hash_generation="tagged" if hasattr(KVConnectorBase_V1, "get_mem_pool_context") else "plain",
+            hash_probe=engine.hash_probe(self._vllm_config, self._shape.block_tokens),
+            hash_generation=engine.hash_generation(KVConnectorBase_V1),
             tenant=self._settings.tenant,
             weights_epoch=self._settings.weights_epoch,
         )
@@ -223,7 +216,9 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return False
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
         """Counters that came from another process."""
         return TriKVStats(data=data or {})
 
@@ -391,43 +386,3 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self._log.info("TriKV: in all: %s", tally.line(half.tally.total))
         if self._client is not None:
             self._client.close()
-
-
-def _abilities() -> shapes.Abilities:
-    """What this vLLM can do, by what it has."""
-    base = KVConnectorBase_V1
-    hashing = import_module("vllm.v1.core.kv_cache_utils")
-    return shapes.Abilities(
-        has_sleep_hooks=hasattr(base, "supports_sleep_mode"),
-        has_fixed_seed=hasattr(hashing, "resolve_none_hash_seed"),
-        has_mamba_hits=hasattr(base, "set_xfer_handshake_metadata_pp_aware"),
-    )
-
-
-def _hash_probe(vllm_config: Any, block_tokens: int) -> str:  # noqa: ANN401
-    """The last block hash of a fixed token list, by vLLM's own hasher: engines that differ share nothing."""
-    hashing = import_module("vllm.v1.core.kv_cache_utils")
-    function = import_module("vllm.utils.hashing").get_hash_fn_by_name(
-        vllm_config.cache_config.prefix_caching_hash_algo
-    )
-    hashing.init_none_hash(function)  # the engine does the same, later, with the same result
-    maker = hashing.get_request_block_hasher
-    extra = [getattr(vllm_config, "num_hash_lookahead_tokens", 0)]
-    hasher = maker(block_tokens, function, *extra[: len(inspect.signature(maker).parameters) - 2])
-    tokens = list(range(1, PROBE_BLOCKS * block_tokens + 2))
-    sampling = import_module("vllm").SamplingParams(max_tokens=1)
-    request = import_module("vllm.v1.request").Request(
-        "trikv-probe", tokens, sampling, None, block_hasher=hasher
-    )
-    return bytes(request.block_hashes[-1]).hex()
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def _vllm_version() -> str:
-    return str(getattr(import_module("vllm"), "__version__", "unknown"))

@@ -1,8 +1,9 @@
-"""What the bytes of a block depend on, as named texts: engines exchange blocks iff all of them are equal.
+"""What a block's bytes depend on, as named texts: engines exchange blocks iff all are equal.
 
-Decided here: the fields, and how weights are told apart without reading them all: fine-tunes of one base
-have equal names and shapes, so some bytes of every tensor count; the folder they lie in does not. This
-file does not import vLLM: it reads attributes of its configuration, which versions may lack.
+Decided here: the fields, and how weights are told apart without reading them all: fine-tunes of one
+base have equal names and shapes, so some bytes of every tensor count; the folder they lie in does
+not. This file does not import vLLM: it reads attributes of its configuration, which versions may
+lack.
 """
 
 import hashlib
@@ -51,7 +52,7 @@ def digest(*parts: bytes | str) -> str:
 
 
 def canonical(value: object) -> str:
-    """JSON with sorted keys; what JSON lacks becomes its text; what changes without meaning is left out."""
+    """JSON with sorted keys; what JSON lacks becomes text, what means nothing is left out."""
     return json.dumps(_cleaned(value), sort_keys=True, default=str, ensure_ascii=True)
 
 
@@ -78,8 +79,9 @@ def weights_identity(weights: Weights) -> str:
         if weights.commit and COMMIT.fullmatch(weights.commit):
             return f"revision:{weights.commit}:{weights.load_format}"
         raise IdentityError(
-            f"it is unknown which revision of {weights.model} is loaded: set --revision to a commit,"
-            " or kv_connector_extra_config trikv.weights_epoch to a text that changes with the weights"
+            f"it is unknown which revision of {weights.model} is loaded: set --revision to a"
+            " commit, or kv_connector_extra_config trikv.weights_epoch to a text that changes"
+            " with the weights"
         )
     tensors = sorted(place.glob("*.safetensors")) if place.is_dir() else []
     if tensors:
@@ -88,7 +90,7 @@ def weights_identity(weights: Weights) -> str:
 
 
 def _content(folder: Path, files: list[Path]) -> str:
-    """Configuration, names, shapes and some bytes of every tensor, however they are split into files."""
+    """Configuration, names, shapes, some bytes of every tensor, however split into files."""
     parts: list[bytes | str] = []
     for name in ("config.json", *SIDE_FILES):
         file = folder / name
@@ -167,7 +169,9 @@ def _config_digest(model_config: Any) -> str:  # noqa: ANN401
     text = canonical(content)
     if any(f'"{kind}"' in text for kind in LENGTH_DEPENDENT_ROPE):
         text += f" max_model_len {model_config.max_model_len}"
-    return digest(text, _name(getattr(model_config, "quantization", None)), _name_of_window(model_config))
+    return digest(
+        text, _name(getattr(model_config, "quantization", None)), _name_of_window(model_config)
+    )
 
 
 def _name_of_window(model_config: Any) -> str:  # noqa: ANN401

@@ -1,7 +1,7 @@
 """What the two halves of the connector tell each other, once a step.
 
-Decided here: nothing; plain records of bytes and numbers that survive pickling between processes and
-between daemon versions. This file does not know vLLM, sockets or tensors.
+Decided here: nothing; plain records of bytes and numbers that survive pickling between processes
+and between daemon versions. This file does not know vLLM, sockets or tensors.
 """
 
 from dataclasses import dataclass, field

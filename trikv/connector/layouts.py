@@ -1,8 +1,9 @@
 """Where a block's bytes lie in the engine's KV tensors: address arithmetic, nothing else.
 
-Decided here: which dimension counts blocks, the order of a page (layers as the engine lists them, inside
-a layer by falling stride), and when two neighbouring runs become one piece. This file does not know
-sockets, vLLM's classes or copies; it reads sizes, strides and addresses of tensors and never their data.
+Decided here: which dimension counts blocks, the order of a page (layers as the engine lists them,
+inside a layer by falling stride), and when two neighbouring runs become one piece. This file does
+not know sockets, vLLM's classes or copies; it reads sizes, strides and addresses of tensors and
+never their data.
 """
 
 import hashlib
@@ -105,10 +106,12 @@ def pieces(
         page_bytes: bytes that one layer holds of a block, for all layers or by name.
 
     Raises:
-        LayoutError: no dimension counts blocks, or the bytes of a block are not what they should be.
+        LayoutError: no dimension counts blocks, or a block has not the bytes it should have.
     """
     if block_count < BLOCKS_MIN:
-        raise LayoutError(f"{block_count} blocks are too few to tell the dimension of blocks from others")
+        raise LayoutError(
+            f"{block_count} blocks are too few to tell the dimension of blocks from others"
+        )
     memories: dict[tuple[int, int, str], int] = {}
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
     runs: list[Piece] = []
@@ -136,23 +139,26 @@ def pieces(
     )
 
 
-def _axes(
-    name: str, tensor: Tensor, block_count: int, page_bytes: int
-) -> tuple[int, list[_Axis]]:
-    """Split a tensor into the step from block to block and the axes inside a block, outermost first."""
+def _axes(name: str, tensor: Tensor, block_count: int, page_bytes: int) -> tuple[int, list[_Axis]]:
+    """The step from block to block, and the axes inside a block, outermost first."""
     shape, strides, item = tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size()
-    # Blocks come before heads, tokens and content in every layout, and nothing but K and V (extent 2,
-    # less than BLOCKS_MIN) comes before blocks: so the first multiple is the one.
-    where = next((i for i, extent in enumerate(shape) if extent and extent % block_count == 0), None)
+    # Blocks come before heads, tokens and content in every layout, and nothing but K and V (extent
+    # 2, less than BLOCKS_MIN) comes before blocks: so the first multiple is the one.
+    where = next(
+        (i for i, extent in enumerate(shape) if extent and extent % block_count == 0), None
+    )
     if where is None:
-        raise LayoutError(f"layer {name}: no dimension of {list(shape)} counts {block_count} blocks")
+        raise LayoutError(
+            f"layer {name}: no dimension of {list(shape)} counts {block_count} blocks"
+        )
     kernel_blocks = shape[where] // block_count
     content = item * kernel_blocks
     for index, extent in enumerate(shape):
         content *= extent if index != where else 1
     if content != page_bytes:
         raise LayoutError(
-            f"layer {name}: a block of {list(shape)} has {content} bytes, not {page_bytes} as declared"
+            f"layer {name}: a block of {list(shape)} has {content} bytes,"
+            f" not {page_bytes} as declared"
         )
     axes = [
         _Axis(f"d{index}", extent, strides[index] * item)
@@ -210,7 +216,7 @@ def _merged(runs: list[Piece]) -> list[Piece]:
 
 
 def _text(tensor: Tensor, axes: list[_Axis]) -> str:
-    """Element type, kind of device, and the order of a layer's bytes: what must agree to exchange pages."""
+    """Element type, kind of device and order of a layer's bytes: equal where pages are shared."""
     kind = str(tensor.device).partition(":")[0]
     order = ".".join(f"{axis.name}x{axis.extent}" for axis in axes)
     return f"{kind}/{str(tensor.dtype).removeprefix('torch.')}/{order or 'one'}"

@@ -1,7 +1,7 @@
 """Who is at the other end of a socket, and whether that process is dead.
 
-Decided here: which daemons an engine trusts (its own user's and root's), and what counts as proof of
-death. This file does not know RPC; everything in it is a few system calls.
+Decided here: which daemons an engine trusts (its own user's and root's), and what counts as proof
+of death. This file does not know RPC; everything in it is a few system calls.
 """
 
 import contextlib
@@ -63,8 +63,8 @@ def peer_of(sock: socket.socket) -> Peer:
 def watch(sock: socket.socket, peer: Peer) -> Watch | None:
     """Open a handle of the peer; None where this kernel or namespace cannot.
 
-    The number of a process may be reused, so call it before the peer is asked anything: when it answers
-    afterwards, the handle is its own.
+    The number of a process may be reused, so call it before the peer is asked anything: when it
+    answers afterwards, the handle is its own.
     """
     with contextlib.suppress(OSError):
         raw = sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4)
@@ -76,6 +76,6 @@ def watch(sock: socket.socket, peer: Peer) -> Watch | None:
 
 
 def allow_tracing(pid: int) -> None:
-    """Let this process's memory be read and written by `pid` where Yama asks for it; else no effect."""
+    """Let `pid` read and write this process's memory, where Yama asks for it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)

@@ -1,4 +1,4 @@
-"""The `vllm.general_plugins` entry point: lets `kv_connector: TriKVConnector` be found by name alone."""
+"""The `vllm.general_plugins` entry point: `kv_connector: TriKVConnector` is found by name alone."""
 
 NAME = "TriKVConnector"
 

@@ -1,11 +1,14 @@
 """The one thread of a process that may touch capnp: an asyncio loop inside `kj_loop`.
 
-Decided here: when the thread starts (first use, once), when it ends (last user, or interpreter exit, never
-hanging), and what a forked child may keep (nothing). This file does not know the schema or sockets.
+Decided here: when the thread starts (first use, once), when it ends (last user, or interpreter
+exit, never hanging), and what a forked child may keep (nothing). This file does not know the schema
+or sockets.
 
-capnp crashes a process whose other threads free its objects, be it by the cyclic garbage collector: so
-only callables go in and plain Python comes out, and nothing here or above may tie them into a cycle.
+capnp crashes a process whose other threads free its objects, be it by the cyclic garbage collector:
+so only callables go in and plain Python comes out, and nothing here or above may tie them into a
+cycle.
 """
+# ruff: noqa: TID251  # capnp's loop is asyncio's
 
 import asyncio
 import atexit
@@ -103,7 +106,9 @@ class Runner:
         )
         self._thread.start()
         try:
-            self._loop, self._stop = started.result(START_S)  # last: others see it only when it runs
+            self._loop, self._stop = started.result(
+                START_S
+            )  # last: others see it only when it runs
         except concurrent.futures.TimeoutError:
             raise RunnerStoppedError("the connector's thread did not start") from None
 
@@ -114,7 +119,7 @@ class Runner:
         self.__init__()  # type: ignore[misc]  # a lock held at the fork would never be released
 
 
-def _main(started: "concurrent.futures.Future[Any]") -> None:
+def _main(started: concurrent.futures.Future[Any]) -> None:
     async def serve() -> None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()

@@ -1,8 +1,8 @@
 """The scheduler's half: what to promise, what to load, what to save, what to hold back.
 
-Decided here: every answer that vLLM's scheduler gets. All hooks run on its thread and none waits; look-ups
-run in the background and are collected when they are asked for. This file does not know sockets, tensors
-or vLLM's classes: it reads a few attributes of requests and scheduler outputs.
+Decided here: every answer that vLLM's scheduler gets. All hooks run on its thread and none waits;
+look-ups run in the background and are collected when they are asked for. This file does not know
+sockets, tensors or vLLM's classes: it reads a few attributes of requests and scheduler outputs.
 
 A request's life, as far as it is kept here:
 
@@ -12,87 +12,30 @@ A request's life, as far as it is kept here:
     held        ended with saves under way: its blocks stay until the worker reports its id
 """
 
-import concurrent.futures
+from __future__ import annotations
+
 import itertools
-import logging
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from trikv.connector.calls import Answer, Calls, pack, unpack
-from trikv.connector.client import CallError
 from trikv.connector.jobs import LoadJob, Report, SaveJob, StepJobs
+from trikv.connector.link import CallError
 from trikv.connector.tally import Tally
+from trikv.connector.tracks import Found, Lookup, Policy, Track
 from trikv.wire import BLOCKS_MAX, HASH_BYTES, REQUEST_BYTES_MAX
+
+if TYPE_CHECKING:
+    import logging
+    from collections.abc import Callable, Iterable
+    from concurrent.futures import Future
 
 SAVE_BLOCKS_MAX: Final = 16_384
 """Blocks of one save: longer ones are cut, so that a message stays small."""
 MISS_S: Final = 10.0
 """How long "nothing there" is believed; a waiting request is looked up again at half of it."""
-MARGIN_S: Final = 1.0
-"""A lease nearer to its end than this is not promised: the load must reach the daemon first."""
-
 LATE_FACTOR: Final = 10
 """While queries are late, requests wait only this part of the usual time."""
-
-
-@dataclass(slots=True)
-class _Lookup:
-    """One query, out or answered."""
-
-    future: "concurrent.futures.Future[Answer]"
-    sent_s: float
-    attachment: int
-
-
-@dataclass(slots=True)
-class _Found:
-    """What a query found, and until when that may be promised."""
-
-    hit_count: int
-    lease: int
-    granted_s: float
-    lease_s: float
-    attachment: int
-
-    def is_usable(self, now_s: float) -> bool:
-        return now_s < self.granted_s + self.lease_s - min(MARGIN_S, self.lease_s / 4)
-
-    def is_aging(self, now_s: float) -> bool:
-        return now_s >= self.granted_s + self.lease_s / 2
-
-
-@dataclass(slots=True)
-class _Track:
-    """What is known of one request."""
-
-    request: Any
-    is_cacheable: bool
-    blocks: list[int] = field(default_factory=list)
-    local_count: int = 0  # blocks that the engine itself has, at the last ask
-    lookup: _Lookup | None = None
-    found: _Found | None = None
-    asked_s: float | None = None  # first ask that found no answer
-    known_count: int = 0  # leading blocks that the daemon has
-    known_attachment: int = 0  # and which daemon said so
-    saved_count: int = 0  # leading blocks that it has or was given
-    attachment: int = 0  # of saved_count
-    loading: LoadJob | None = None
-    has_failed: bool = False  # a load went wrong: nothing is promised again
-    saving: dict[int, int] = field(default_factory=dict)  # number of a save: ranks yet to answer
-    has_spoken: bool = False  # the daemon has heard of it
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What the user may set, and what the engine's shape sets."""
-
-    block_tokens: int
-    rank_count: int = 1
-    query_s: float = 0.1
-    saves: bool = True
-    loads: bool = True
 
 
 class SchedulerHalf:
@@ -110,12 +53,12 @@ class SchedulerHalf:
         self._log = log
         self._clock = clock
         self._numbers = itertools.count(1)
-        self._tracks: dict[str, _Track] = {}
+        self._tracks: dict[str, Track] = {}
         self._loads: list[LoadJob] = []
         self._delayed: list[str] = []
-        self._ended_loading: dict[str, _Track] = {}  # ended, load in flight: freed by its report
-        self._held: dict[str, _Track] = {}
-        self._savers: dict[int, _Track] = {}  # by number of a save under way
+        self._ended_loading: dict[str, Track] = {}  # ended, load in flight: freed by its report
+        self._held: dict[str, Track] = {}
+        self._savers: dict[int, Track] = {}  # by number of a save under way
         self._releases: list[str] = []
         self._is_late = False
         self._has_said_hit = False
@@ -157,7 +100,7 @@ class SchedulerHalf:
         count = min(found.hit_count - track.local_count, wanted)
         return (count * tokens, True) if count > 0 else (0, False)
 
-    def _ask_later(self, track: _Track, now_s: float) -> tuple[int | None, bool]:
+    def _ask_later(self, track: Track, now_s: float) -> tuple[int | None, bool]:
         """No answer is there: wait for one, but never longer than the engine is willing to."""
         if track.lookup is None:
             self._look_up(track)
@@ -172,17 +115,18 @@ class SchedulerHalf:
             return 0, False
         return None, False
 
-    def _track(self, request: Any) -> _Track:  # noqa: ANN401
+    def _track(self, request: Any) -> Track:  # noqa: ANN401
         track = self._tracks.get(request.request_id)
         if track is None:
-            track = _Track(request=request, is_cacheable=self._is_cacheable(request))
+            track = Track(request=request, is_cacheable=self._is_cacheable(request))
             self._tracks[request.request_id] = track
         return track
 
     def _is_cacheable(self, request: Any) -> bool:  # noqa: ANN401
         """Requests whose block hashes name their bytes in every engine of the namespace.
 
-        An adapter is hashed by its name only, and a resumable request may change tokens it was hashed by.
+        An adapter is hashed by its name only, and a resumable request may change tokens that it was
+        hashed by.
         """
         if getattr(request, "lora_request", None) is not None:
             self.tally.add("requests_with_adapter")
@@ -191,7 +135,7 @@ class SchedulerHalf:
             0 < len(request.request_id.encode()) <= REQUEST_BYTES_MAX
         )
 
-    def _look_up(self, track: _Track) -> None:
+    def _look_up(self, track: Track) -> None:
         """Send the query of all full blocks, if there is someone to answer it."""
         request, attached = track.request, self._calls.attached
         hashes = request.block_hashes[:BLOCKS_MAX]
@@ -206,16 +150,16 @@ class SchedulerHalf:
             return
         future = self._calls.query(request.request_id, len(hashes[0]), b"".join(hashes))
         future.add_done_callback(self._note_answer)
-        track.lookup = _Lookup(future, self._clock(), attached.number)
+        track.lookup = Lookup(future, self._clock(), attached.number)
         track.has_spoken = True
         self.tally.add("queries")
 
-    def _note_answer(self, future: "concurrent.futures.Future[Answer]") -> None:
+    def _note_answer(self, future: Future[Answer]) -> None:
         """On the client's thread: somebody answers again, so others may wait again."""
         if future.exception() is None:
             self._is_late = False
 
-    def _collect(self, track: _Track, now_s: float) -> None:
+    def _collect(self, track: Track, now_s: float) -> None:
         """Take the answer of a query that has arrived."""
         lookup = track.lookup
         if lookup is None or not lookup.future.done():
@@ -228,7 +172,7 @@ class SchedulerHalf:
             answer = Answer(0, 0, 0.0)
         lease_s = answer.lease_s if answer.lease else MISS_S
         # The lease began after the query was sent: counted from there it can only seem shorter.
-        track.found = _Found(
+        track.found = Found(
             answer.hit_count, answer.lease, lookup.sent_s, lease_s, lookup.attachment
         )
         track.known_count, track.known_attachment = answer.hit_count, lookup.attachment
@@ -281,7 +225,7 @@ class SchedulerHalf:
         try:
             saves = self._saves(output)
             self._release()
-        except Exception:
+        except Exception:  # noqa: BLE001  # the loads above must be handed over
             self._log.exception("TriKV: a step's saves were not planned")
         return StepJobs(loads, tuple(saves), preempted, delayed)
 
@@ -324,7 +268,7 @@ class SchedulerHalf:
         else:
             track.blocks.extend(blocks)
 
-    def _save(self, track: _Track, end: int) -> list[SaveJob]:
+    def _save(self, track: Track, end: int) -> list[SaveJob]:
         """Saves of the blocks before `end` that are hashed and were not given yet.
 
         Hashes cover confirmed tokens only, so with asynchronous scheduling or speculation they lag:
@@ -333,13 +277,17 @@ class SchedulerHalf:
         hashes = track.request.block_hashes
         end = min(end, len(hashes), len(track.blocks), BLOCKS_MAX)
         attachment = self._attachment()
-        if track.attachment != attachment:  # another daemon, or a new session: it may have forgotten
+        if (
+            track.attachment != attachment
+        ):  # another daemon, or a new session: it may have forgotten
             track.attachment, track.saved_count = attachment, 0
         self._collect(track, self._clock())
         if track.known_attachment != attachment:
             track.known_count = 0
         start = max(track.saved_count, track.known_count)
-        if 0 in track.blocks[start:end]:  # the null block: never read, and nothing behind it can be hit
+        if (
+            0 in track.blocks[start:end]
+        ):  # the null block: never read, and nothing behind it can be hit
             end = start + track.blocks[start:end].index(0)
         jobs = []
         for first in range(start, end, SAVE_BLOCKS_MAX):
@@ -396,7 +344,7 @@ class SchedulerHalf:
                 track.known_count = track.saved_count = 0
                 self.tally.add("loads_failed")
 
-    def _forget_saves(self, track: _Track) -> None:
+    def _forget_saves(self, track: Track) -> None:
         for number in track.saving:
             self._savers.pop(number, None)
         track.saving.clear()
@@ -406,8 +354,8 @@ class SchedulerHalf:
     def finish(self, request_id: str) -> bool:
         """The request has ended; True: keep its blocks until a worker reports it as sent.
 
-        Never while its load is in flight: then the load's report frees the blocks, and a second report
-        would end the engine.
+        Never while its load is in flight: then the load's report frees the blocks, and a second
+        report would end the engine.
         """
         track = self._tracks.pop(request_id, None)
         if track is None:
@@ -423,7 +371,7 @@ class SchedulerHalf:
         self._release_after(track)
         return False
 
-    def _release_after(self, track: _Track) -> None:
+    def _release_after(self, track: Track) -> None:
         """Release once a query that is still out has been answered, for it grants a lease."""
         request_id = track.request.request_id
         if track.lookup is not None and not track.lookup.future.done():

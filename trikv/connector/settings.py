@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 PREFIX: Final = "trikv."
+TEXT_BYTES_MAX: Final = 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,10 @@ def read_settings(extra: Mapping[str, Any] | None) -> ConnectorSettings:
     for name in given.keys() - known:
         raise ValueError(f"kv_connector_extra_config: {PREFIX}{name} is unknown")
     for name in given.keys() & {"address", "tenant", "weights_epoch"}:
-        if not isinstance(given[name], str) or len(given[name].encode()) > 1024:
+        if not isinstance(given[name], str) or len(given[name].encode()) > TEXT_BYTES_MAX:
             raise ValueError(
-                f"kv_connector_extra_config: {PREFIX}{name} must be a text of at most 1024 bytes"
+                f"kv_connector_extra_config: {PREFIX}{name} must be a text of at most"
+                f" {TEXT_BYTES_MAX} bytes"
             )
     return ConnectorSettings(
         address=given.get("address") or None,

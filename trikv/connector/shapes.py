@@ -1,7 +1,7 @@
 """Which engines the connector serves, which it watches idly, and which it refuses to start in.
 
-Decided here: refusals (a setting that would make the cache lie or never hit), and shapes that are not
-supported yet. This file does not import vLLM; it reads attributes that versions may lack.
+Decided here: refusals (a setting that would make the cache lie or never hit), and shapes that are
+not supported yet. This file does not import vLLM; it reads attributes that versions may lack.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,12 @@ class Shape:
     page_bytes: Mapping[str, int]  # by layer
 
 
-def refusal(vllm_config: Any, kv_cache_config: Any, can: Abilities, environ: Mapping[str, str]) -> str:  # noqa: ANN401
+def refusal(
+    vllm_config: Any,  # noqa: ANN401
+    kv_cache_config: Any,  # noqa: ANN401
+    can: Abilities,
+    environ: Mapping[str, str],
+) -> str:
     """Why the engine must not start like this, naming the setting; empty: it may."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     algorithm = str(cache.prefix_caching_hash_algo)
@@ -40,7 +45,10 @@ def refusal(vllm_config: Any, kv_cache_config: Any, can: Abilities, environ: Map
             "TriKV cannot follow sleep mode before vLLM 0.33, which moves the KV cache:"
             " start without --enable-sleep-mode"
         )
-    if "expandable_segments:true" in environ.get("PYTORCH_CUDA_ALLOC_CONF", "").replace(" ", "").lower():
+    if (
+        "expandable_segments:true"
+        in environ.get("PYTORCH_CUDA_ALLOC_CONF", "").replace(" ", "").lower()
+    ):
         return (
             "TriKV cannot share memory of expandable segments:"
             " start without expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF"
@@ -48,7 +56,9 @@ def refusal(vllm_config: Any, kv_cache_config: Any, can: Abilities, environ: Map
     if not environ.get("PYTHONHASHSEED") and (
         not can.has_fixed_seed or algorithm.removesuffix("_cbor") == "xxhash"
     ):
-        why = f"--prefix-caching-hash-algo {algorithm}" if can.has_fixed_seed else "vLLM before 0.29"
+        why = (
+            f"--prefix-caching-hash-algo {algorithm}" if can.has_fixed_seed else "vLLM before 0.29"
+        )
         return f"with {why} block hashes differ at each start: set PYTHONHASHSEED, e.g. to 0"
     if getattr(model, "is_encoder_decoder", False):
         return "TriKV does not support encoder-decoder models: start without --kv-transfer-config"
@@ -75,7 +85,9 @@ def unsupported(vllm_config: Any, kv_cache_config: Any) -> str:  # noqa: ANN401
     if odd:
         return f"cache groups of {', '.join(odd)} are not supported yet"
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        return "KV scales that are measured at run time (calculate_kv_scales) differ between engines"
+        return (
+            "KV scales that are measured at run time (calculate_kv_scales) differ between engines"
+        )
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         return "sleep mode is not supported yet"
     return ""

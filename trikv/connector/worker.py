@@ -1,33 +1,39 @@
-"""The worker's half: hands copies to the daemon and reports, once and never too early, that they ended.
+"""The worker's half: hands copies to the daemon, and reports their end once and never too early.
 
-Decided here: when a load has surely ended, and when a save's source may be overwritten. This file does not
-know sockets, vLLM's classes or which blocks are worth anything.
+Decided here: when a load has surely ended, and when a save's source may be overwritten. This file
+does not know sockets, vLLM's classes or which blocks are worth anything.
 
 A load is reported when one of these is known:
 
     answered    the daemon has answered: no byte is written any more
     not sent    it never left this process
     dead        the connection broke, and the daemon's process has ended
-    fenced      the connection broke, and the same daemon has accepted this rank again, which it does only
-                after the old session's copies have ended
+    fenced      the connection broke, and the same daemon has accepted this rank again, which it
+                does only after the old session's copies have ended
 
-A save reads only. It is over when answered, or when its fence was raised: then the daemon throws away what
-it may still read. So nothing ever waits for a save but an ended request's blocks, for `save_s` at most.
+A save reads only. It is over when answered, or when its fence was raised: then the daemon throws
+away what it may still read. So nothing ever waits for a save but an ended request's blocks, for
+`save_s` at most.
 """
 
-import concurrent.futures
-import logging
+from __future__ import annotations
+
 import time
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from trikv.connector import layouts
 from trikv.connector.calls import Calls, Saved, unpack
-from trikv.connector.client import AbsentError, Attached, CallError, Introduction, UnknownError
+from trikv.connector.client import Attached, Introduction
 from trikv.connector.fences import Fences
 from trikv.connector.jobs import LoadJob, Report, SaveJob
+from trikv.connector.link import AbsentError, CallError, UnknownError
 from trikv.connector.tally import Tally
+
+if TYPE_CHECKING:
+    import logging
+    from collections.abc import Callable, Iterable, Mapping
+    from concurrent.futures import Future
 
 SAVE_S: Final = 2.0
 """How long an ended request's blocks are kept for a save that is not answered."""
@@ -37,7 +43,7 @@ SAVE_S: Final = 2.0
 class _Loading:
     job: LoadJob
     via: Attached | None
-    future: "concurrent.futures.Future[tuple[int, ...]] | None"  # None: not sent
+    future: Future[tuple[int, ...]] | None  # None: not sent
 
 
 @dataclass(slots=True)
@@ -45,7 +51,7 @@ class _Saving:
     """Saves of one request that may still read its blocks."""
 
     fence: int
-    jobs: "dict[int, concurrent.futures.Future[Saved]]" = field(default_factory=dict)
+    jobs: dict[int, Future[Saved]] = field(default_factory=dict)
 
 
 class WorkerHalf:
@@ -125,7 +131,7 @@ class WorkerHalf:
             try:
                 loading.future = self._calls.load(job, via, self._load_s)
                 loading.via = via
-            except Exception:
+            except Exception:  # noqa: BLE001  # the others must be sent, and this one reported
                 self._log.exception("TriKV: a load could not be sent")
 
     def start_saves(self, jobs: Iterable[SaveJob]) -> None:
@@ -133,7 +139,9 @@ class WorkerHalf:
         for job in jobs:
             saving = self._saving.get(job.request)
             if saving is None:
-                fence = self._fences.take() if self._is_registered and self._calls.is_ready else None
+                fence = (
+                    self._fences.take() if self._is_registered and self._calls.is_ready else None
+                )
                 if fence is None:
                     self._answer(job.number)
                     self.tally.add("save_blocks_refused", len(job.blocks) // 4)
@@ -249,7 +257,7 @@ class WorkerHalf:
         self._report.answered[number] = 1
 
     def abandon(self) -> None:
-        """At shutdown: void everything, so that no save becomes visible after the memory is reused."""
+        """At shutdown: void everything, so that nothing read later becomes visible."""
         for request in list(self._saving):
             self._void(request)
 

@@ -1,7 +1,7 @@
 """The life of a block, in columns.
 
-Decided here: the states of a block and what each event does to it. Everything that touches a state is in
-this file; it does not know keys, places, recency or who asks.
+Decided here: the states of a block and what each event does to it. Everything that touches a state
+is in this file; it does not know keys, places, recency or who asks.
 
 | state | event | becomes | effect |
 | --- | --- | --- | --- |
@@ -17,8 +17,9 @@ this file; it does not know keys, places, recency or who asks.
 | sealed | dropped, pinned | doomed | leaves the index |
 | doomed | the last pin ends | absent | pages freed |
 
-`NEXT` is the same table for one block; the column methods apply it to arrays, and a test drives both with
-the same histories. Nothing else is ever done to a block, and a row that is missing is a bug of ours.
+`NEXT` is the same table for one block; the column methods apply it to arrays, and a test drives
+both with the same histories. Nothing else is ever done to a block, and a row that is missing is a
+bug of ours.
 """
 
 import enum
@@ -174,8 +175,8 @@ class Blocks:
         """Filling and sealed rows are given up; the caller has taken them out of the index.
 
         Returns:
-            Rows that nobody holds and whose pages are to be freed; the others follow when their last
-            writer or pin ends.
+            Rows that nobody holds and whose pages are to be freed; the others follow when their
+            last writer or pin ends.
         """
         states = self.state[entries]
         if not bool(((states == State.FILLING) | (states == State.SEALED)).all()):

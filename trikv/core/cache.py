@@ -1,8 +1,8 @@
 """The pure heart of a daemon: which blocks are in the pool, who may read them, what makes room.
 
-Decided here: how index, pages, block life, recency, leases and chains move together for each call of an
-engine. All methods are synchronous and take `now_s`; each returns what the shell has to copy. This file
-does not know connections, memory, tasks, clocks or logs.
+Decided here: how index, pages, block life, recency, leases and chains move together for each call
+of an engine. All methods are synchronous and take `now_s`; each returns what the shell has to copy.
+This file does not know connections, memory, tasks, clocks or logs.
 """
 
 import itertools
@@ -391,8 +391,8 @@ class Cache:
     def _make_room(self, shape: ShapeId, count: int) -> None:
         """Evict until `count` blocks of a shape fit, or nothing more can be evicted.
 
-        A whole slab of another shape goes first when all its blocks are colder than ours: so a pool full
-        of one model gives another model its space, and not the other way round.
+        A whole slab of another shape goes first when all its blocks are colder than ours: so a pool
+        full of one model gives another model its space, and not the other way round.
         """
         order = self._orders[shape]
         while (missing := count - self._room(shape)) > 0:

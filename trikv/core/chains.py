@@ -1,7 +1,8 @@
 """What each running request consists of: its blocks from the first on.
 
-Decided here: how long a request's chain is remembered, so that a save deep inside a request can touch
-all ancestors of what it saves. A chain is a hint about recency: forgetting one costs no correctness.
+Decided here: how long a request's chain is remembered, so that a save deep inside a request can
+touch all ancestors of what it saves. A chain is a hint about recency: forgetting one costs no
+correctness.
 """
 
 from collections import OrderedDict

@@ -1,7 +1,7 @@
 """Engines as the daemon knows them: who declared what, which ranks are there, which namespace follows.
 
-Decided here: when an instance is complete, who may speak for it, and what its end takes along. This file
-does not know connections or processes; a session is a number that the shell opens and loses.
+Decided here: when an instance is complete, who may speak for it, and what its end takes along. This
+file does not know connections or processes; a session is a number that the shell opens and loses.
 
 | event | instance |
 | --- | --- |

@@ -117,8 +117,8 @@ def _check_apart(
 ) -> None:
     """Refuse pieces of one block that share bytes.
 
-    Pieces of *different* blocks may interleave (strides differ by layout), and a wrong stride can only
-    mix up the caller's own blocks, so block 0 is what is checked.
+    Pieces of *different* blocks may interleave (strides differ by layout), and a wrong stride can
+    only mix up the caller's own blocks, so block 0 is what is checked.
     """
     del stride
     order = np.argsort(base, kind="stable")

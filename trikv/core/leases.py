@@ -1,7 +1,7 @@
 """Promises to engines: blocks of a lease stay loadable until its deadline.
 
-Decided here: who may use a lease, for how long, and when it is over. This file does not pin: it returns
-the entries whose pins the caller takes or gives back.
+Decided here: who may use a lease, for how long, and when it is over. This file does not pin: it
+returns the entries whose pins the caller takes or gives back.
 
 | event | lease |
 | --- | --- |

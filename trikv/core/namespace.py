@@ -1,7 +1,8 @@
 """Which engines may exchange blocks: namespaces by fingerprint of named fields.
 
-Decided here: what goes into the fingerprint and how, the epochs of a namespace, and what an operator is
-told when two engines that look alike do not share. This file does not know where the fields come from.
+Decided here: what goes into the fingerprint and how, the epochs of a namespace, and what an
+operator is told when two engines that look alike do not share. This file does not know where the
+fields come from.
 """
 
 import hashlib

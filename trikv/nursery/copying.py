@@ -1,8 +1,8 @@
 """Copies between engines and the pool: bounded queues, a few workers each way, one end for each copy.
 
-Decided here: loads never wait behind saves (workers of their own), what stops a copy, and that a copy's
-outcome is applied to the core exactly once, whoever still waits for it. This file does not know how bytes
-move: that is the `Memory` it is given.
+Decided here: loads never wait behind saves (workers of their own), what stops a copy, and that a
+copy's outcome is applied to the core exactly once, whoever still waits for it. This file does not
+know how bytes move: that is the `Memory` it is given.
 
 | a copy | then |
 | --- | --- |

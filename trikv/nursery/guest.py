@@ -1,8 +1,8 @@
 """Trio as the guest of asyncio in one thread: pycapnp needs asyncio, everything else here is Trio.
 
-Decided here: how a call that waits crosses from one to the other. Plain methods need no crossing: nothing
-of Trio runs between two callbacks of asyncio, so servants call them directly, without a lock. This file
-does not know what runs on either side.
+Decided here: how a call that waits crosses from one to the other. Plain methods need no crossing:
+nothing of Trio runs between two callbacks of asyncio, so servants call them directly, without a
+lock. This file does not know what runs on either side.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The daemon's listening socket: which address is taken, and how it is guarded.
 
-Decided here: modes of the socket and its folder, the lock that keeps two daemons off one path, and what a
-stale file is. This file does not know connections.
+Decided here: modes of the socket and its folder, the lock that keeps two daemons off one path, and
+what a stale file is. This file does not know connections.
 """
 
 import contextlib
@@ -84,7 +84,8 @@ def _open_tcp(address: Address) -> Iterator[socket.socket]:
 def _open_unix(path: Path) -> Iterator[socket.socket]:
     """Bind a socket of mode 0600; a folder that is made for it has mode 0700.
 
-    A lock beside the socket tells a running daemon from a stale file, whatever order two of them start in.
+    A lock beside the socket tells a running daemon from a stale file, whatever order two of them
+    start in.
 
     Raises:
         PermissionError: the folder cannot be written; another place may do.

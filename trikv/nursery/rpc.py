@@ -1,11 +1,11 @@
 """Cap'n Proto at the daemon's edge: connections, servants, and who may connect.
 
 Decided here: that no capnp object leaves this file, that every refusal is a coded reply, and that a
-connection's end closes its sessions. This file does not decide about blocks: it reads a message with
-`wire`, calls the service, and writes the answer.
+connection's end closes its sessions. This file does not decide about blocks: it reads a message
+with `wire`, calls the service, and writes the answer.
 
-pycapnp 2.2 crashes the process when an open connection is left to the cyclic collector or freed on another
-thread: streams and servers are closed in `finally`, and everything here runs on one thread.
+pycapnp 2.2 crashes the process when an open connection is left to the cyclic collector or freed on
+another thread: streams and servers are closed in `finally`, and everything here runs on one thread.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """`trikv-daemon`: from settings to a serving process, and back in order.
 
-Decided here: what is opened before what, so that shutdown is nesting read backwards: no new connections,
-calls drained until a deadline, copies ended, connections closed, memory unmapped last.
+Decided here: what is opened before what, so that shutdown is nesting read backwards: no new
+connections, calls drained until a deadline, copies ended, connections closed, memory unmapped last.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """What a daemon does for its callers, one method a call of the schema.
 
-Decided here: which calls are answered at once and which wait for a copy, and what a session may ask. Knows
-neither capnp nor asyncio: tests and simulations call it under `trio.run`.
+Decided here: which calls are answered at once and which wait for a copy, and what a session may
+ask. Knows neither capnp nor asyncio: tests and simulations call it under `trio.run`.
 """
 
 from collections.abc import Callable
@@ -92,7 +92,8 @@ class Service:
     async def load(self, session: Session, call: Load) -> NDArray[np.int32]:
         """Returns positions of blocks that did not arrive, when no byte will be written any more.
 
-        Cancellation: the copy goes on and ends by itself; the engine's session decides about its memory.
+        Cancellation: the copy goes on and ends by itself; the engine's session decides about its
+        memory.
         """
         self.sessions.use(session)
         self.loading.check_room()

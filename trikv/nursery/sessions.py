@@ -1,7 +1,8 @@
 """Sessions: who is alive, and what happens when somebody no longer is.
 
-Decided here: when a session ends (dropped, disconnected, silent, process dead, superseded) and the order of
-its end: no new calls, copies drained, memory forgotten, leases ended. This file does not know capnp.
+Decided here: when a session ends (dropped, disconnected, silent, process dead, superseded) and the
+order of its end: no new calls, copies drained, memory forgotten, leases ended. This file does not
+know capnp.
 """
 
 import itertools
@@ -112,9 +113,9 @@ class Sessions:
     async def supersede(self, session: Session, instance: InstanceName, rank: int | None) -> None:
         """Wait for the end of an earlier session that this one replaces.
 
-        An engine process that reconnects finds its old session still open when the daemon has not seen the
-        end of the old connection yet: one process has one say, so the old session is closed, and its copies
-        have ended when this returns.
+        An engine process that reconnects finds its old session still open when the daemon has not
+        seen the end of the old connection yet: one process has one say, so the old session is
+        closed, and its copies have ended when this returns.
 
         Raises:
             ConflictError: the holder is another live process.

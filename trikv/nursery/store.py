@@ -1,7 +1,8 @@
 """The owner of the core: plain methods that never wait, and the clock they need.
 
-Decided here: how an engine's call reaches cache and engines, in the order that keeps both right when a
-call is refused. This file does not know connections, memory or tasks; nothing here has a checkpoint.
+Decided here: how an engine's call reaches cache and engines, in the order that keeps both right
+when a call is refused. This file does not know connections, memory or tasks; nothing here has a
+checkpoint.
 """
 
 from collections.abc import Callable

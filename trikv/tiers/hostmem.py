@@ -1,10 +1,11 @@
 """Copies between an engine's process memory and the pool, for engines without a GPU.
 
-Decided here: how pieces become `process_vm_readv` and `process_vm_writev` calls, when a copy stops early,
-and what counts as arrived. This file does not know blocks, leases or sessions; addresses come checked.
+Decided here: how pieces become `process_vm_readv` and `process_vm_writev` calls, when a copy stops
+early, and what counts as arrived. This file does not know blocks, leases or sessions; addresses
+come checked.
 
-Both calls need the right to trace the process: same user, and where Yama restricts it the engine's worker
-names the daemon with PR_SET_PTRACER. They release the GIL, so they run in threads.
+Both calls need the right to trace the process: same user, and where Yama restricts it the engine's
+worker names the daemon with PR_SET_PTRACER. They release the GIL, so they run in threads.
 """
 
 import ctypes
@@ -58,8 +59,8 @@ class Process(Protocol):
 class HeldProcess:
     """One engine process, held by a descriptor so that its number cannot come to mean another.
 
-    Ownership: `close` gives the descriptor back; the shell may wait for it to become readable, which
-    means that the process has ended.
+    Ownership: `close` gives the descriptor back; the shell may wait for it to become readable,
+    which means that the process has ended.
     """
 
     def __init__(self, pid: int) -> None:

@@ -1,7 +1,7 @@
 """The pool's memory: one shared mapping that other processes of this daemon can map too.
 
-Decided here: what backs the pool (hugetlb, huge pages on request, 4 KiB pages), how it is touched before
-use, and how large it may be on this machine. This file does not know blocks or slabs.
+Decided here: what backs the pool (hugetlb, huge pages on request, 4 KiB pages), how it is touched
+before use, and how large it may be on this machine. This file does not know blocks or slabs.
 """
 
 import ctypes
@@ -29,7 +29,8 @@ _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class Pool:
     """The mapped memory.
 
-    Ownership: the pool owns mapping and descriptor; `close` may run only after every copy has ended.
+    Ownership: the pool owns mapping and descriptor; `close` may run only after every copy has
+    ended.
 
     Attributes:
         backing: for people: hugetlb, huge pages on request, or 4 KiB pages.

@@ -1,0 +1,79 @@
+"""What the scheduler's half remembers of one request, and what it was told to do.
+
+Decided here: for how long an answer may be promised. This file does not know who asks or who
+answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import concurrent.futures
+
+    from trikv.connector.calls import Answer
+    from trikv.connector.jobs import LoadJob
+
+MARGIN_S: Final = 1.0
+"""A lease nearer to its end than this is not promised: the load must reach the daemon first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the user may set, and what the engine's shape sets."""
+
+    block_tokens: int
+    rank_count: int = 1
+    query_s: float = 0.1
+    saves: bool = True
+    loads: bool = True
+
+
+@dataclass(slots=True)
+class Lookup:
+    """One query, out or answered."""
+
+    future: concurrent.futures.Future[Answer]
+    sent_s: float
+    attachment: int
+
+
+@dataclass(slots=True)
+class Found:
+    """What a query found, and until when that may be promised."""
+
+    hit_count: int
+    lease: int
+    granted_s: float
+    lease_s: float
+    attachment: int
+
+    def is_usable(self, now_s: float) -> bool:
+        """True while a load that is started now would still find the lease."""
+        return now_s < self.granted_s + self.lease_s - min(MARGIN_S, self.lease_s / 4)
+
+    def is_aging(self, now_s: float) -> bool:
+        """True in the second half of its life: time to ask again."""
+        return now_s >= self.granted_s + self.lease_s / 2
+
+
+@dataclass(slots=True)
+class Track:
+    """What is known of one request."""
+
+    request: Any
+    is_cacheable: bool
+    blocks: list[int] = field(default_factory=list)
+    local_count: int = 0  # blocks that the engine itself has, at the last ask
+    lookup: Lookup | None = None
+    found: Found | None = None
+    asked_s: float | None = None  # first ask that found no answer
+    known_count: int = 0  # leading blocks that the daemon has
+    known_attachment: int = 0  # and which daemon said so
+    saved_count: int = 0  # leading blocks that it has or was given
+    attachment: int = 0  # of saved_count
+    loading: LoadJob | None = None
+    has_failed: bool = False  # a load went wrong: nothing is promised again
+    saving: dict[int, int] = field(default_factory=dict)  # number of a save: ranks yet to answer
+    has_spoken: bool = False  # the daemon has heard of it
