@@ -13,6 +13,7 @@ from pathlib import Path
 SYSTEM_SOCKET = "/run/trikv/trikv.sock"
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 50055
+PORT_MAX = 65_535
 UNIX_PATH_BYTES_MAX = 107  # sun_path of Linux, less the terminating zero
 
 
@@ -70,7 +71,7 @@ def parse(text: str) -> Address:
         return Address(path=path)
     host, colon, port = rest.removeprefix("tcp:").rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or not 0 <= int(port) <= 65535:
+    if not colon or not host or not port.isdecimal() or not 0 <= int(port) <= PORT_MAX:
         raise ValueError(f"{text!r} is no address: expected unix:/path or host:port")
     return Address(host=host, port=int(port))
 
@@ -99,7 +100,7 @@ def runtime_socket(environ: Mapping[str, str]) -> str | None:
 
 
 def search(environ: Mapping[str, str], given: str | None = None) -> list[Address]:
-    """Addresses to try, best first: the given one or the environment's alone, else the usual places.
+    """Addresses to try, best first: the given or the environment's alone, else the usual places.
 
     Raises:
         ValueError: `given` or the environment cannot be read.

@@ -1,4 +1,4 @@
-"""The daemon's settings: one table of options feeds flags, environment, TOML file and documentation.
+"""The daemon's settings: one table of options feeds flags, environment, file and documentation.
 
 Decided here: names, defaults, units and bounds of every setting, and which source wins: flag, then
 environment (`TRIKV_POOL_SIZE`), then file (`pool-size = "30gb"`), then default. This file does not
@@ -37,6 +37,7 @@ class Settings:
     heartbeat_seconds: float
     fill_seconds: float
     drain_seconds: float
+    freeze_seconds: float
     log_level: str
     log_format: str
 
@@ -126,7 +127,8 @@ OPTIONS: Final = (
         str,
         None,
         "unix:/path or host:port to listen on; default: TRIKV_SOCKET, TRIKV_HOST and TRIKV_PORT, "
-        "/run/trikv/trikv.sock, the user's runtime directory, 127.0.0.1:50055: the first that can be used",
+        "/run/trikv/trikv.sock, the user's runtime directory, 127.0.0.1:50055: "
+        "the first that can be used",
     ),
     Option(
         "pool-size",
@@ -143,8 +145,8 @@ OPTIONS: Final = (
     Option(
         "use-hugepages",
         read_bool,
-        False,
-        "back the pool with reserved 2 MiB pages (vm.nr_hugepages)",
+        default=False,
+        help="back the pool with reserved 2 MiB pages (vm.nr_hugepages)",
     ),
     Option(
         "max-blocks",
@@ -181,6 +183,13 @@ OPTIONS: Final = (
         "drain-seconds", _number(float, 0, 600), 5.0, "time that calls in flight get at SIGTERM"
     ),
     Option(
+        "freeze-seconds",
+        _number(float, 0, 3600),
+        20.0,
+        "a daemon frozen in the middle of a load is killed by the kernel after this time, so that the engine "
+        "knows that nothing is written any more; 0: the engine waits",
+    ),
+    Option(
         "log-level",
         _choice("debug", "info", "warning", "error"),
         "info",
@@ -205,7 +214,8 @@ def parser() -> argparse.ArgumentParser:
     made = _Parser(
         prog="trikv-daemon",
         description="Keeps vLLM's KV blocks on this host while engines come and go.",
-        epilog="Each setting is also read from the environment (--pool-size: TRIKV_POOL_SIZE) and from --config.",
+        epilog="Each setting is also read from the environment (--pool-size: TRIKV_POOL_SIZE) "
+        "and from --config.",
         allow_abbrev=False,
     )
     made.add_argument("--version", action="version", version=f"trikv-daemon {__version__}")

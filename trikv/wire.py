@@ -21,7 +21,8 @@ from trikv.core.words import InstanceName, LeaseId, RequestId, Words
 
 MESSAGE_WORDS_MAX: Final = 1 << 20  # 8 MiB: capnp refuses more before our code runs
 BLOCKS_MAX: Final = 65_536
-HASH_BYTES: Final = (16, 32)
+HASH_BYTES_MAX: Final = 32  # as wide as `Words`
+HASH_BYTES: Final = (16, HASH_BYTES_MAX)
 TEXT_BYTES_MAX: Final = 4_096
 NAME_BYTES_MAX: Final = 256
 REQUEST_BYTES_MAX: Final = 512
@@ -37,7 +38,7 @@ POSITIONS_MAX: Final = 1 << 24
 BUDGET_S_MAX: Final = 3_600
 
 
-def _load_schema() -> Any:  # noqa: ANN401  # pycapnp makes the module at run time
+def _load_schema() -> Any:
     """Load `kv.capnp` once: from the wheel, else from the checkout beside the package."""
     capnp.remove_import_hook()
     packaged = resources.files("trikv") / "schema" / "kv.capnp"
@@ -99,7 +100,7 @@ def hashes_to_words(blob: bytes, hash_bytes: int) -> Words:
             f"hashes: {len(blob)} bytes are no 0 to {BLOCKS_MAX} hashes of {hash_bytes}"
         )
     words = np.frombuffer(blob, dtype="<u8").reshape(count, hash_bytes // 8)
-    if hash_bytes == 32:
+    if hash_bytes == HASH_BYTES_MAX:
         return words
     padded = np.zeros((count, 4), dtype=np.uint64)
     padded[:, : hash_bytes // 8] = words
@@ -130,7 +131,7 @@ def array_to_ids(ids: NDArray[np.integer[Any]]) -> bytes:
 # -- calls of an engine
 
 
-def read_declare(message: Any) -> Declare:  # noqa: ANN401  # a pycapnp reader
+def read_declare(message: Any) -> Declare:
     """Read `Instance`.
 
     Raises:
@@ -148,7 +149,7 @@ def read_declare(message: Any) -> Declare:  # noqa: ANN401  # a pycapnp reader
     return Declare(_instance(message.name), count, tuple(sorted(fields.items())))
 
 
-def read_register(message: Any) -> Register:  # noqa: ANN401
+def read_register(message: Any) -> Register:
     """Read `Rank`.
 
     Raises:
@@ -172,20 +173,20 @@ def read_register(message: Any) -> Register:  # noqa: ANN401
     )
 
 
-def _range(memory: Any) -> Range:  # noqa: ANN401
+def _range(memory: Any) -> Range:
     if memory.which() != "process":
         raise BadRequestError("this daemon has no CUDA: only process memory can be registered")
     return Range(int(memory.process.address), int(memory.process.bytes))
 
 
-def _group(group: Any) -> GroupPieces:  # noqa: ANN401
+def _group(group: Any) -> GroupPieces:
     pieces = bounded(group.pieces, "pieces", count_max=PIECES_MAX, count_min=1)
     layout = text(group.layout, "layout", bytes_max=NAME_BYTES_MAX)
     read = tuple(Piece(int(p.memory), int(p.offset), int(p.stride), int(p.bytes)) for p in pieces)
     return GroupPieces(int(group.blockCount), read, layout)
 
 
-def read_query(message: Any) -> Query:  # noqa: ANN401
+def read_query(message: Any) -> Query:
     """Read `Query`.
 
     Raises:
@@ -195,7 +196,7 @@ def read_query(message: Any) -> Query:  # noqa: ANN401
     return Query(_request(message.request), int(message.group), words)
 
 
-def read_save(message: Any) -> Save:  # noqa: ANN401
+def read_save(message: Any) -> Save:
     """Read `Save`.
 
     Raises:
@@ -220,7 +221,7 @@ def read_save(message: Any) -> Save:  # noqa: ANN401
     )
 
 
-def read_load(message: Any) -> Load:  # noqa: ANN401
+def read_load(message: Any) -> Load:
     """Read `Load`.
 
     Raises:
@@ -235,7 +236,7 @@ def read_load(message: Any) -> Load:  # noqa: ANN401
     )
 
 
-def read_requests(message: Any) -> list[RequestId]:  # noqa: ANN401
+def read_requests(message: Any) -> list[RequestId]:
     """Read the list of `release`.
 
     Raises:

@@ -300,6 +300,17 @@ def test_leased_and_loading_blocks_outlast_expiry_release_and_reset(cache: Cache
 # -- recency
 
 
+def test_a_hash_at_two_positions_of_a_request_is_one_block_in_the_order(cache: Cache) -> None:
+    flying = cache.prepare_save(key("r"), words([1]), rank=0, first=0, now_s=0)
+    save(cache, key("r"), [1], first=1)
+    cache.complete_save(flying, ALL[:1], copied_bytes=0)
+    (order,) = [one for one in cache._orders.values() if len(one)]
+    assert len(order) == 1
+    cache.drop_space(ONE)
+    assert len(order) == 0
+    assert order.coldest() is None
+
+
 @pytest.mark.usefixtures("fine")
 @pytest.mark.parametrize("step", ["query", "save more", "save the same"])
 def test_whatever_uses_a_prefix_keeps_it(cache: Cache, step: str) -> None:

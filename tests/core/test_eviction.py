@@ -83,6 +83,17 @@ class LruMachine(RuleBasedStateMachine):
         self.evictable[entries] = True
         self.policy.unpark(numbers(*entries))
 
+    @rule(choice=CHOICES, rounds=st.integers(1, 20))
+    def leases_come_and_go_at_the_old_end(self, choice: Random, rounds: int) -> None:
+        """What is about to go gets pinned, met, and unpinned in pieces; some of it is used."""
+        for _ in range(rounds):
+            oldest = sorted(self.model, key=self.model.__getitem__)[:6]
+            self.evictable[choice.sample(oldest, choice.randint(0, len(oldest)))] = False
+            self.evict(choice.randint(0, 2))
+            self.unpin(choice, choice.randint(0, 4))
+            if choice.random() < 0.3:
+                self.touch(choice.sample(range(self.CAPACITY), choice.randint(0, 3)), 1)
+
     @rule()
     def unpark_what_is_not_parked(self) -> None:
         known = [entry for entry in self.model if self.evictable[entry]]
@@ -118,7 +129,7 @@ class LruMachine(RuleBasedStateMachine):
 
 
 TestLru = LruMachine.TestCase
-TestLru.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestLru.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
 class ForestMachine(RuleBasedStateMachine):

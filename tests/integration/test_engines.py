@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import capnp
 import numpy as np
 import pytest
 
@@ -518,3 +519,40 @@ def test_a_pool_smaller_than_one_prompt_keeps_its_beginning(start: Start, tmp_pa
             assert np.array_equal(engine.memory[0][40:56], before[:16])
 
     asyncio.run(main())
+
+
+# -- a daemon that is frozen
+
+
+def test_a_daemon_frozen_while_it_loads_is_ended_and_one_frozen_at_rest_goes_on(
+    start: Start, tmp_path: Path
+) -> None:
+    """A load's answer is a promise that nothing is written any more: death is an answer too."""
+    daemon = start_daemon(
+        start, tmp_path, "--freeze-seconds", "2", "--heartbeat-seconds", "2", "--pool-size", "1gb"
+    )
+    blob = hashes(*(f"frozen-{n}" for n in range(64)))
+
+    async def main() -> None:
+        page_bytes, piece_bytes = 1 << 20, 64  # many pieces, so that a load takes a while
+        pieces = [
+            {"memory": 0, "offset": at, "stride": page_bytes, "bytes": piece_bytes}
+            for at in range(0, page_bytes, piece_bytes)
+        ]
+        group = {"blockCount": 64, "pieces": pieces, "layout": "scattered"}
+        async with attached(daemon.address, block_count=64, page_bytes=page_bytes) as engine:
+            wire_ok(await engine.register(0, groups=[group]))
+            wire_ok(await engine.save(blob, list(range(64))))
+            os.kill(daemon.process.pid, signal.SIGSTOP)
+            await asyncio.sleep(3)
+            os.kill(daemon.process.pid, signal.SIGCONT)
+            found = wire_ok(await engine.query(blob))
+            assert found.hitCount == 64, "a rest must not cost sessions or blocks"
+            call = asyncio.ensure_future(engine.load(found.lease, list(range(64))))
+            await asyncio.sleep(0.05)
+            os.kill(daemon.process.pid, signal.SIGSTOP)
+            with pytest.raises(capnp.KjException):
+                await asyncio.wait_for(call, 20)
+
+    asyncio.run(main())
+    assert daemon.process.wait(20) == -signal.SIGKILL

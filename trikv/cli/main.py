@@ -22,8 +22,8 @@ def main() -> None:
     status.add_argument("--json", action="store_true", help="everything, for programs")
     status.add_argument(
         "--addr",
-        help="unix:/path or host:port; default: TRIKV_SOCKET, TRIKV_HOST and TRIKV_PORT, /run/trikv/trikv.sock, "
-        "the user's runtime directory, 127.0.0.1:50055",
+        help="unix:/path or host:port; default: TRIKV_SOCKET, TRIKV_HOST and TRIKV_PORT, "
+        "/run/trikv/trikv.sock, the user's runtime directory, 127.0.0.1:50055",
     )
     status.add_argument(
         "--timeout", type=float, default=5.0, metavar="SECONDS", help="give up after [5]"

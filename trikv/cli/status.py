@@ -15,6 +15,7 @@ from trikv import wire
 from trikv.address import Address
 
 Facts = dict[str, Any]
+KIB = 1024
 
 
 class DaemonUnreachableError(Exception):
@@ -51,7 +52,7 @@ async def _fetch_first(places: Sequence[Address], timeout_s: float) -> Facts:
 
 async def _fetch(place: Address) -> Facts:
     sock = socket.socket(place.family)
-    sock.setblocking(False)
+    sock.setblocking(False)  # noqa: FBT003  # takes no keyword
     try:
         await asyncio.get_running_loop().sock_connect(sock, place.target)
     except BaseException:
@@ -86,29 +87,30 @@ def print_table(facts: Facts) -> None:
 
 def render(facts: Facts) -> list[str]:
     """The lines of the table."""
-    pool = facts["pool"]
-    used = pool["usedBytes"] / pool["capacityBytes"]
+    pool, up = facts["pool"], _span(facts["uptimeSeconds"])
+    used, capacity = pool["usedBytes"], pool["capacityBytes"]
+    free, each = f"{pool['slabFreeCount']} of {pool['slabCount']} free", _size(pool["slabBytes"])
     lines = [
-        f"{facts['software']} at {facts['addr']}, {facts['state']}, up {_span(facts['uptimeSeconds'])}",
+        f"{facts['software']} at {facts['addr']}, {facts['state']}, up {up}",
         "",
-        f"pool      {_size(pool['usedBytes'])} of {_size(pool['capacityBytes'])} used ({used:.0%}), "
+        f"pool      {_size(used)} of {_size(capacity)} used ({used / capacity:.0%}), "
         f"{pool['blockCount']} blocks, {pool['fillingCount']} filling, {pool['backing']}",
         f"leases    {pool['leaseCount']} hold {_size(pool['pinnedBytes'])}",
-        f"slabs     {pool['slabFreeCount']} of {pool['slabCount']} free, {_size(pool['slabBytes'])} each",
+        f"slabs     {free}, {each} each",
         *_traffic(facts["counters"]),
     ]
     lines += ["", f"{'namespace':<10}{'blocks':>9}{'size':>11}{'engines':>9}  label"]
     for row in facts["namespaces"]:
-        size = _size(row["bytes"])
+        size, label = _size(row["bytes"]), _cut(row["label"], 39)
         lines.append(
-            f"{row['fingerprint'][:8]:<10}{row['blockCount']:>9}{size:>11}{row['engineCount']:>9}  {_cut(row['label'], 39)}"
+            f"{row['fingerprint'][:8]:<10}{row['blockCount']:>9}{size:>11}"
+            f"{row['engineCount']:>9}  {label}"
         )
     lines += ["", f"{'engine':<38}{'namespace':<11}{'ranks':<7}state"]
     for row in facts["engines"]:
         ranks = f"{row['ranksRegistered']}/{row['rankCount']}"
-        lines.append(
-            f"{_cut(row['name'], 37):<38}{row['namespace'][:8]:<11}{ranks:<7}{_cut(row['state'], 24)}"
-        )
+        name, state = _cut(row["name"], 37), _cut(row["state"], 24)
+        lines.append(f"{name:<38}{row['namespace'][:8]:<11}{ranks:<7}{state}")
     return lines
 
 
@@ -116,11 +118,12 @@ def _traffic(counters: dict[str, int]) -> list[str]:
     asked = counters["trikv_query_blocks_total"]
     hits = counters["trikv_query_hit_blocks_total"]
     rate = f"{hits / asked:.1%} of blocks asked for" if asked else "nothing asked yet"
+    loaded, saved = (_size(counters[f"trikv_{what}_bytes_total"]) for what in ("load", "save"))
     return [
         f"queries   {counters['trikv_query_total']}, hit rate {rate}",
-        f"loads     {counters['trikv_load_blocks_total']} blocks ({_size(counters['trikv_load_bytes_total'])}), "
+        f"loads     {counters['trikv_load_blocks_total']} blocks ({loaded}), "
         f"{counters['trikv_load_failed_blocks_total']} failed",
-        f"saves     {counters['trikv_save_blocks_total']} blocks ({_size(counters['trikv_save_bytes_total'])}), "
+        f"saves     {counters['trikv_save_blocks_total']} blocks ({saved}), "
         f"{counters['trikv_save_present_blocks_total']} were there, "
         f"{counters['trikv_save_refused_blocks_total']} refused",
         f"evicted   {counters['trikv_evicted_blocks_total']} blocks",
@@ -130,9 +133,9 @@ def _traffic(counters: dict[str, int]) -> list[str]:
 def _size(count: int) -> str:
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
+        if value < KIB:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
+        value /= KIB
     return f"{value:.1f} TiB"
 
 

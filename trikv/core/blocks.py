@@ -258,7 +258,7 @@ def _mask(rank_count: int) -> np.uint64:
 
 
 class _Rows:
-    """A stack of unused row numbers: never-used ones by counting up, returned ones last in, first out."""
+    """A stack of unused row numbers: fresh ones by counting up, returned ones last in, first out."""
 
     def __init__(self, capacity: int) -> None:
         self._stack = np.empty(capacity, np.int32)

@@ -41,7 +41,7 @@ class Counters:
     """Forgotten on request (`reset`)."""
     session_opened_total: int = 0
     session_lost_total: int = 0
-    """Ended by silence, by the death of the process or by a broken connection with ranks registered."""
+    """Ended by silence, death of the process or a broken connection, with ranks registered."""
     error_total: int = 0
     """Calls answered with an error."""
 

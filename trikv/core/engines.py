@@ -1,11 +1,11 @@
-"""Engines as the daemon knows them: who declared what, which ranks are there, which namespace follows.
+"""Engines as the daemon knows them: who declared what, which ranks are there, what follows.
 
 Decided here: when an instance is complete, who may speak for it, and what its end takes along. This
 file does not know connections or processes; a session is a number that the shell opens and loses.
 
 | event | instance |
 | --- | --- |
-| declared or first rank registered | known, incomplete: queries and saves are refused as not-ready |
+| declared or first rank registered | known, incomplete: other calls are refused as not-ready |
 | declared and all ranks registered | ready: has a namespace |
 | a session of it lost | incomplete; its declaration or ranks are gone |
 | last session lost | forgotten; its namespace stays |

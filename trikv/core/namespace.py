@@ -139,8 +139,9 @@ class Namespaces:
             names = differing(namespace.fields, other.fields)
             if names == [PROBE_FIELD]:
                 yield (
-                    f"same model as namespace {other.fingerprint.hex()[:8]} but other block hashes, so nothing is "
-                    "shared: set the same PYTHONHASHSEED and --prefix-caching-hash-algo on all engines"
+                    f"same model as namespace {other.fingerprint.hex()[:8]} but other block "
+                    "hashes, so nothing is shared: set the same PYTHONHASHSEED and "
+                    "--prefix-caching-hash-algo on all engines"
                 )
 
     def _spaces(self, count: int) -> tuple[SpaceId, ...]:

@@ -1,4 +1,4 @@
-"""Copies between engines and the pool: bounded queues, a few workers each way, one end for each copy.
+"""Copies between engines and the pool: bounded queues, a few workers each way, one end a copy.
 
 Decided here: loads never wait behind saves (workers of their own), what stops a copy, and that a
 copy's outcome is applied to the core exactly once, whoever still waits for it. This file does not
@@ -91,6 +91,7 @@ class Copying:
         self._workers = workers
         self._send, self._receive = trio.open_memory_channel[Job](queue_jobs_max)
         self._is_closed = False
+        self._failed = f"{name}.failed"  # the name of an event is made once
 
     def check_room(self) -> None:
         """Refuse before anything is claimed.
@@ -144,7 +145,7 @@ class Copying:
                 with trio.CancelScope(shield=True):  # a copy cannot be called back, only stopped
                     arrived = await self._copy(job)
             except KvError as error:
-                log.warning(f"{self.name}.failed", session=job.session.id, reason=str(error))
+                log.warning(self._failed, session=job.session.id, reason=str(error))
             finally:
                 self._end(job, arrived)
 

@@ -26,7 +26,7 @@ class Guest:
         self._started: asyncio.Future[None] = self._loop.create_future()
         self.ended: asyncio.Future[outcome.Outcome[None]] = self._loop.create_future()
 
-    async def start(self, main: Callable[..., Awaitable[None]], *args: Any) -> None:  # noqa: ANN401
+    async def start(self, main: Callable[..., Awaitable[None]], *args: Any) -> None:  # noqa: ANN401  # passed on
         """Run `main(*args, open_calls)` as Trio's main task until it calls `open_calls(nursery)`.
 
         Raises:
@@ -60,7 +60,7 @@ class Guest:
         if not self.ended.done():
             self.ended.set_result(result)
 
-    async def run(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:  # noqa: ANN401
+    async def run(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:  # noqa: ANN401  # passed on
         """Run one Trio coroutine from asyncio.
 
         Cancellation: a cancelled caller cancels the coroutine and stays until it has unwound.

@@ -60,7 +60,7 @@ def bind(given: str | None, environ: Mapping[str, str]) -> Iterator[tuple[Addres
 def _open(address: Address) -> Iterator[socket.socket]:
     opened = _open_unix(Path(address.path)) if address.is_unix else _open_tcp(address)
     with opened as sock:
-        sock.setblocking(False)
+        sock.setblocking(False)  # noqa: FBT003  # takes no keyword
         yield sock
 
 
@@ -84,8 +84,7 @@ def _open_tcp(address: Address) -> Iterator[socket.socket]:
 def _open_unix(path: Path) -> Iterator[socket.socket]:
     """Bind a socket of mode 0600; a folder that is made for it has mode 0700.
 
-    A lock beside the socket tells a running daemon from a stale file, whatever order two of them
-    start in.
+    A lock beside the socket tells a running daemon from a stale file, in whatever order two start.
 
     Raises:
         PermissionError: the folder cannot be written; another place may do.

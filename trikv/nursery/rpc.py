@@ -20,7 +20,6 @@ import capnp
 import structlog
 
 from trikv import __version__, wire
-from trikv.core.calls import Named
 from trikv.core.errors import BadRequestError, ForbiddenError, KvError, UnsupportedVersionError
 from trikv.nursery.guest import Guest
 from trikv.nursery.service import Service
@@ -56,7 +55,7 @@ class Connection:
         for session in list(self.sessions):
             self.service.sessions.close(session, "disconnected")
 
-    def refuse(self, reply: Any, error: KvError) -> None:  # noqa: ANN401  # a pycapnp builder
+    def refuse(self, reply: Any, error: KvError) -> None:
         """Write an expected error into a reply's union."""
         self.service.store.cache.counters.error_total += 1
         log.debug("call.refused", code=error.code, reason=str(error))
@@ -65,7 +64,7 @@ class Connection:
         refusal.message = str(error)[:MESSAGE_CHARS_MAX]
 
 
-def _read(function: Callable[[Any], Any], message: Any) -> Any:  # noqa: ANN401
+def _read(function: Callable[[Any], Any], message: Any) -> Any:
     """Read a message; what pycapnp cannot read is the sender's fault.
 
     Raises:
@@ -94,9 +93,7 @@ class SessionServant(wire.SCHEMA.Session.Server):
         reply = context.results.init("reply")
         try:
             call = _read(wire.read_declare, context.params.instance)
-            named: Named = await self._connection.guest.run(
-                self._service.declare, self._session, call
-            )
+            named = await self._connection.guest.run(self._service.declare, self._session, call)
         except KvError as error:
             return self._connection.refuse(reply, error)
         ok = reply.init("ok")
@@ -109,9 +106,7 @@ class SessionServant(wire.SCHEMA.Session.Server):
         reply = context.results.init("reply")
         try:
             call = _read(wire.read_register, context.params.rank)
-            named: Named = await self._connection.guest.run(
-                self._service.register, self._session, call
-            )
+            named = await self._connection.guest.run(self._service.register, self._session, call)
         except KvError as error:
             return self._connection.refuse(reply, error)
         ok = reply.init("ok")
@@ -221,8 +216,10 @@ class KvServant(wire.SCHEMA.Kv.Server):
 
 def _check_version(theirs: int) -> None:
     if abs(theirs - wire.PROTOCOL) > 1:
-        message = f"this daemon speaks protocol {wire.PROTOCOL} ({SOFTWARE}), the caller {theirs}: upgrade the older one"
-        raise UnsupportedVersionError(message)
+        raise UnsupportedVersionError(
+            f"this daemon speaks protocol {wire.PROTOCOL} ({SOFTWARE}), the caller {theirs}: "
+            "upgrade the older one"
+        )
 
 
 def _open_session(connection: Connection, software: str) -> Session:

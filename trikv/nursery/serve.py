@@ -58,9 +58,24 @@ class Daemon:
 
 
 def slab_bytes_for(pool_bytes: int, wanted: int | None) -> int:
-    """Size of a slab: the setting, else a 64th of the pool within bounds; a multiple of the page size."""
+    """Size of a slab, whole pages: the setting, else a 64th of the pool within bounds."""
     size = wanted or min(max(pool_bytes // SLABS_WANTED, SLAB_BYTES_MIN), SLAB_BYTES_MAX)
     return min(size, pool_bytes) // PAGE_ALIGN * PAGE_ALIGN
+
+
+def pool_bytes_for(settings: Settings) -> int:
+    """Size of the pool: the setting, else half of what is available.
+
+    Raises:
+        SettingError: the machine has not so much, or a slab does not fit.
+    """
+    size = settings.pool_size or pools.default_bytes()
+    available = pools.available_bytes()
+    if settings.pool_size and not settings.use_hugepages and size > available:
+        raise SettingError(f"--pool-size: {size} bytes, but only {available} are available")
+    if settings.slab_size and settings.slab_size > size:
+        raise SettingError("--slab-size: larger than the pool")
+    return size
 
 
 def build(settings: Settings, pool: pools.Pool) -> Daemon:
@@ -73,7 +88,9 @@ def build(settings: Settings, pool: pools.Pool) -> Daemon:
     )
     store = Store(cache, Engines(settings.max_engines), trio.current_time)
     sessions = Sessions(store, 4 * settings.max_engines + 64, settings.heartbeat_seconds)
-    memory = HostMemory(pool.address, threads=2 * settings.copy_threads)
+    memory = HostMemory(
+        pool.address, threads=2 * settings.copy_threads, freeze_s=settings.freeze_seconds
+    )
     saving, loading = (
         Copying(
             name, memory, sessions, workers=settings.copy_threads, queue_jobs_max=QUEUE_JOBS_MAX
@@ -81,7 +98,7 @@ def build(settings: Settings, pool: pools.Pool) -> Daemon:
         for name in ("save", "load")
     )
     service = Service(store, sessions, saving, loading, memory)
-    epoch = time.time_ns()  # noqa: TID251  # a name that differs after each start, not a clock
+    epoch = time.time_ns()  # a name that differs after each start, not a clock
     return Daemon(settings, pool, service, Facts(epoch, 0.0, pool.backing))
 
 
@@ -123,9 +140,9 @@ async def populate(daemon: Daemon) -> None:
             daemon.facts.state = (
                 f"degraded: the machine has no memory for the whole pool ({error.strerror})"
             )
-            log.error(
+            log.error(  # noqa: TRY400  # the reason is in the state; a traceback adds nothing
                 "pool.short", bytes_ready=slab * pages.slab_bytes, bytes_wanted=pages.capacity_bytes
-            )  # noqa: TRY400
+            )
             return
     log.debug(
         "pool.touched", bytes=pages.capacity_bytes, took_s=round(trio.current_time() - begin_s, 3)
@@ -180,12 +197,7 @@ def main() -> None:
         sys.exit("trikv-daemon: the checks are part of it: run without -O and PYTHONOPTIMIZE")
     try:
         settings = config.load(sys.argv[1:], os.environ)
-        size = settings.pool_size or pools.default_bytes()
-        available = pools.available_bytes()
-        if settings.pool_size and not settings.use_hugepages and size > available:
-            raise SettingError(f"--pool-size: {size} bytes, but only {available} are available")
-        if settings.slab_size and settings.slab_size > size:
-            raise SettingError("--slab-size: larger than the pool")
+        size = pool_bytes_for(settings)
     except SettingError as error:
         print(f"trikv-daemon: {error}", file=sys.stderr)  # noqa: T201  # the one clear line
         sys.exit(EXIT_USAGE)

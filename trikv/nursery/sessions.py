@@ -139,7 +139,8 @@ class Sessions:
         if not (holder.is_closing or same or dead):
             what = "declared" if rank is None else f"rank {rank} registered"
             raise ConflictError(
-                f"instance {instance!r} has its {what} by another live process: set another engine_id"
+                f"instance {instance!r} has its {what} by another live process: "
+                "set another engine_id"
             )
         self.close(holder, "superseded")
         await holder.ended.wait()
@@ -148,8 +149,13 @@ class Sessions:
         """Watch over silence and death; runs until cancelled."""
         task_status.started()
         while True:
-            await trio.sleep(SWEEP_S)
+            due_s = trio.current_time() + SWEEP_S
+            await trio.sleep_until(due_s)
             now_s = trio.current_time()
+            late_s = now_s - due_s
+            if late_s > SWEEP_S:  # this process was stopped: nobody else was silent meanwhile
+                for session in self.open_sessions.values():
+                    session.last_s += late_s
             for session in list(self.open_sessions.values()):
                 if session.process is not None and not session.process.is_alive():
                     self.close(session, "process ended")

@@ -22,7 +22,7 @@ class Facts:
     state: str = "serving"
 
 
-def write_status(status: Any, service: Service, facts: Facts) -> None:  # noqa: ANN401  # a pycapnp builder
+def write_status(status: Any, service: Service, facts: Facts) -> None:
     """Fill in `Status`."""
     status.software = f"trikv-daemon {__version__}"
     status.epoch = facts.epoch
@@ -37,7 +37,7 @@ def write_status(status: Any, service: Service, facts: Facts) -> None:  # noqa: 
         row.name, row.value = name, value
 
 
-def _write_pool(pool: Any, service: Service, facts: Facts) -> None:  # noqa: ANN401
+def _write_pool(pool: Any, service: Service, facts: Facts) -> None:
     cache = service.store.cache
     pool.capacityBytes = cache.pages.capacity_bytes
     pool.usedBytes = cache.pages.used_bytes
@@ -51,7 +51,7 @@ def _write_pool(pool: Any, service: Service, facts: Facts) -> None:  # noqa: ANN
     pool.backing = facts.backing
 
 
-def _write_namespaces(status: Any, service: Service) -> None:  # noqa: ANN401
+def _write_namespaces(status: Any, service: Service) -> None:
     cache = service.store.cache
     resident = cache.blocks_by_space()
     namespaces = service.store.engines.namespaces.by_fingerprint.values()
@@ -69,7 +69,7 @@ def _write_namespaces(status: Any, service: Service) -> None:  # noqa: ANN401
             item.name, item.value = name, value
 
 
-def _write_engines(status: Any, service: Service) -> None:  # noqa: ANN401
+def _write_engines(status: Any, service: Service) -> None:
     instances = service.store.engines.by_name.values()
     sessions = service.sessions.open_sessions.values()
     for row, instance in zip(status.init("engines", len(instances)), instances, strict=True):

@@ -8,7 +8,9 @@ Both calls need the right to trace the process: same user, and where Yama restri
 worker names the daemon with PR_SET_PTRACER. They release the GIL, so they run in threads.
 """
 
+import contextlib
 import ctypes
+import errno
 import os
 import select
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 
 from trikv.core.errors import EngineLostError, ForbiddenError
 from trikv.core.layout import GroupLayout
+from trikv.tiers.freeze import FreezeGuard
 
 IOV_MAX: Final = 1_024
 CALL_BYTES_MAX: Final = 64 << 20
@@ -97,12 +100,13 @@ class Copy:
     into_engine: bool
 
 
-def run(copy: Copy, is_stopped: Callable[[], bool]) -> NDArray[np.bool_]:
+def run(copy: Copy, is_stopped: Callable[[], bool], freeze_s: float = 0.0) -> NDArray[np.bool_]:
     """Move the bytes; blocks the calling thread, releases the GIL while bytes move.
 
     Args:
         copy: what to move.
         is_stopped: asked before each system call; blocks not begun by then do not arrive.
+        freeze_s: a copy into an engine ends this process when one step takes longer; 0: never.
 
     Returns:
         bool[blocks]: which blocks are whole. When this returns, no byte is touched any more.
@@ -115,21 +119,25 @@ def run(copy: Copy, is_stopped: Callable[[], bool]) -> NDArray[np.bool_]:
     arrived = np.zeros(count, np.bool_)
     page_bytes = int(copy.lengths.sum())
     step = max(1, min(IOV_MAX // len(copy.lengths), CALL_BYTES_MAX // page_bytes, IOV_MAX))
-    for first in range(0, count, step):
-        if is_stopped():
-            break
-        if not copy.process.is_alive():
-            raise EngineLostError(f"process {copy.process.pid} has ended")
-        moved = _move(copy, first, min(first + step, count), page_bytes)
-        whole = moved // page_bytes
-        arrived[first : first + whole] = True
-        if first + whole < min(first + step, count):
-            break  # a piece's memory is gone: what follows would be too
+    is_guarded = copy.into_engine and freeze_s > 0
+    with FreezeGuard(freeze_s) if is_guarded else contextlib.nullcontext() as guard:
+        for first in range(0, count, step):
+            if guard is not None:
+                guard.move()
+            if is_stopped():
+                break
+            if not copy.process.is_alive():
+                raise EngineLostError(f"process {copy.process.pid} has ended")
+            last = min(first + step, count)
+            whole = _move(copy, first, last, page_bytes) // page_bytes
+            arrived[first : first + whole] = True
+            if first + whole < last:
+                break  # a piece's memory is gone: what follows would be too
     return arrived
 
 
 def _move(copy: Copy, first: int, last: int, page_bytes: int) -> int:
-    """Move blocks `first` to `last` - 1; returns the bytes moved, less than all when memory is gone."""
+    """Move blocks `first` to `last` - 1; returns the bytes moved: fewer when memory is gone."""
     local = np.empty((last - first, 2), np.uint64)
     local[:, 0] = copy.pages[first:last]
     local[:, 1] = page_bytes
@@ -163,14 +171,14 @@ def _call(
     got: int = function(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
     if got < 0:
         code = ctypes.get_errno()
-        if code == 1:  # EPERM
+        if code == errno.EPERM:
             raise ForbiddenError(
-                f"the kernel refuses access to process {pid}: run engine and daemon as one user, in one pid "
-                "namespace, with kernel.yama.ptrace_scope at most 1"
+                f"the kernel refuses access to process {pid}: run engine and daemon as one user, "
+                "in one pid namespace, with kernel.yama.ptrace_scope at most 1"
             )
-        if code == 3:  # ESRCH
+        if code == errno.ESRCH:
             raise EngineLostError(f"process {pid} has ended")
-        if code != 14:  # EFAULT: the first piece is not mapped
+        if code != errno.EFAULT:  # the first piece is not mapped
             raise EngineLostError(f"process {pid}: {os.strerror(code)}")
         return 0
     return got
@@ -179,18 +187,20 @@ def _call(
 def read_word(process: Process, address: int) -> int | None:
     """One uint64 of the engine's memory, or None when it cannot be read."""
     value = np.zeros(1, np.uint64)
-    local = np.array([[value.ctypes.data, 8]], np.uint64)
-    remote = np.array([[address, 8]], np.uint64)
+    local = np.array([[value.ctypes.data, value.nbytes]], np.uint64)
+    remote = np.array([[address, value.nbytes]], np.uint64)
     try:
-        return int(value[0]) if _call(process.pid, local, remote, into_engine=False) == 8 else None
+        got = _call(process.pid, local, remote, into_engine=False)
     except (ForbiddenError, EngineLostError):
         return None
+    return int(value[0]) if got == value.nbytes else None
 
 
 class HostMemory:
     """Copies in a few threads; what the shell hands its jobs to."""
 
-    def __init__(self, pool_address: int, *, threads: int) -> None:
+    def __init__(self, pool_address: int, *, threads: int, freeze_s: float) -> None:
+        self._freeze_s = freeze_s
         self._pool_address = np.uint64(pool_address)
         self._limiter = trio.CapacityLimiter(threads)
 
@@ -212,7 +222,9 @@ class HostMemory:
 
         Cancellation: not cancellable, the thread is waited for; `is_stopped` ends it early.
         """
-        return await trio.to_thread.run_sync(run, transfer, is_stopped, limiter=self._limiter)
+        return await trio.to_thread.run_sync(
+            run, transfer, is_stopped, self._freeze_s, limiter=self._limiter
+        )
 
     async def read_word(self, process: Process, address: int) -> int | None:
         """One uint64 of the engine's memory, or None; takes microseconds, so no thread."""

@@ -5,6 +5,7 @@ before use, and how large it may be on this machine. This file does not know blo
 """
 
 import ctypes
+import errno
 import mmap
 import os
 from dataclasses import dataclass, field
@@ -29,8 +30,7 @@ _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class Pool:
     """The mapped memory.
 
-    Ownership: the pool owns mapping and descriptor; `close` may run only after every copy has
-    ended.
+    Ownership: the pool owns mapping and descriptor; `close` may run only after the last copy.
 
     Attributes:
         backing: for people: hugetlb, huge pages on request, or 4 KiB pages.
@@ -52,7 +52,7 @@ class Pool:
         """
         if _LIBC.madvise(self.address + offset, length, MADV_POPULATE_WRITE) != 0:
             code = ctypes.get_errno()
-            if code not in {22, 38}:  # EINVAL, ENOSYS: before Linux 5.14 the first copy touches it
+            if code not in {errno.EINVAL, errno.ENOSYS}:  # before Linux 5.14 a copy touches it
                 raise OSError(code, os.strerror(code))
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ def _advise_huge(mapping: mmap.mmap) -> str:
 
 
 def available_bytes() -> int:
-    """Memory that a new process may still use: the machine's, less where a control group says so."""
+    """Memory that a process may still use: the machine's, less where a control group says so."""
     free = _meminfo("MemAvailable")
     limits = [free, *_cgroup_rooms()]
     return max(0, min(limits))
