@@ -1,10 +1,9 @@
-"""A complete engine in 100 lines: talks to a running trikv-daemon with pycapnp and the schema alone.
+"""A complete engine in 100 lines: talks to a trikv-daemon with pycapnp and the schema alone.
 
     python examples/client.py [unix:/path | host:port]
 
 Registers a buffer of this process as an engine's KV cache, saves four blocks, overwrites them, asks
-for them, loads them back and compares. Over TCP (no process memory) it prints the daemon's status
-only.
+for them, loads them back and compares. Over TCP (no process memory) it only prints the status.
 """
 
 import asyncio
@@ -21,11 +20,13 @@ SCHEMA = capnp.load(
     imports=[str(Path(capnp.__file__).parent.parent)],
 )
 BLOCKS, BLOCK_BYTES, LAYERS = 8, 4096, 2
+LAYER_BYTES = BLOCKS * BLOCK_BYTES
 HASHES = b"".join(bytes([number]) * 32 for number in range(1, 5))
+PROGRAM = "examples/client.py"
 ENGINE = f"example-{os.getpid()}"
 
 
-def ok(reply: capnp.lib.capnp._DynamicStructReader) -> capnp.lib.capnp._DynamicStructReader:  # noqa: SLF001
+def ok(reply: capnp.lib.capnp._DynamicStructReader) -> capnp.lib.capnp._DynamicStructReader:
     """The good half of a reply; expected errors are values, not exceptions."""
     if reply.which() == "error":
         sys.exit(f"{reply.error.code}: {reply.error.message}")
@@ -45,36 +46,37 @@ async def connect(address: str) -> capnp.AsyncIoStream:
     return await capnp.AsyncIoStream.create_connection(host, int(port))
 
 
-async def round_trip(kv: capnp.lib.capnp._DynamicCapabilityClient) -> None:  # noqa: SLF001
-    """Save, lose, query, load, compare."""
-    hello = ok(
-        (
-            await kv.hello({"protocol": SCHEMA.protocolVersion, "software": "examples/client.py"})
-        ).reply
-    )
-    session = hello.session
-    print(
-        f"daemon    {hello.software}, protocol {hello.protocol}, heartbeat {hello.heartbeatSeconds:g} s"
-    )
+async def attach(
+    kv: capnp.lib.capnp._DynamicCapabilityClient, buffer: ctypes.Array[ctypes.c_char]
+) -> capnp.lib.capnp._DynamicCapabilityClient:
+    """Say hello, register `buffer` as the memory of the only rank, declare the engine."""
+    hello = ok((await kv.hello({"protocol": SCHEMA.protocolVersion, "software": PROGRAM})).reply)
+    beat = f"heartbeat {hello.heartbeatSeconds:g} s"
+    print(f"daemon    {hello.software}, protocol {hello.protocol}, {beat}")
 
-    # Two layers, each an array of blocks: a block has one piece in each. As in a real engine, what
-    # a block holds depends on its hash alone: run this twice, and the second run finds the blocks
-    # of the first.
-    buffer = ctypes.create_string_buffer(BLOCKS * BLOCK_BYTES * LAYERS)
-    buffer[:] = bytes(number % 251 for number in range(len(buffer)))
-    layer_bytes = BLOCKS * BLOCK_BYTES
+    # Two layers, each an array of blocks: a block has one piece in each.
     pieces = [
-        {"memory": 0, "offset": layer * layer_bytes, "stride": BLOCK_BYTES, "bytes": BLOCK_BYTES}
+        {"memory": 0, "offset": layer * LAYER_BYTES, "stride": BLOCK_BYTES, "bytes": BLOCK_BYTES}
         for layer in range(LAYERS)
     ]
     memory = {"process": {"address": ctypes.addressof(buffer), "bytes": len(buffer)}}
     group = {"blockCount": BLOCKS, "pieces": pieces, "layout": "bytes"}
     rank = {"instance": ENGINE, "rank": 0, "memories": [memory], "groups": [group]}
-    ok((await session.register(rank)).reply)
-    fields = [{"name": "label", "value": "example"}, {"name": "engine", "value": "examples/client.py"}]
-    declared = ok((await session.declare({"name": ENGINE, "rankCount": 1, "fields": fields})).reply)
+    ok((await hello.session.register(rank)).reply)
+    fields = [{"name": "label", "value": "example"}, {"name": "engine", "value": PROGRAM}]
+    engine = {"name": ENGINE, "rankCount": 1, "fields": fields}
+    declared = ok((await hello.session.declare(engine)).reply)
     print(f"namespace {declared.namespace}")
+    return hello.session
 
+
+async def round_trip(kv: capnp.lib.capnp._DynamicCapabilityClient) -> None:
+    """Save, lose, query, load, compare."""
+    # As in a real engine, what a block holds depends on its hash alone: run this twice, and the
+    # second run finds the blocks of the first.
+    buffer = ctypes.create_string_buffer(LAYERS * LAYER_BYTES)
+    buffer[:] = bytes(number % 251 for number in range(len(buffer)))
+    session = await attach(kv, buffer)
     before = buffer.raw
     save = {
         "rank": 0,
@@ -89,9 +91,8 @@ async def round_trip(kv: capnp.lib.capnp._DynamicCapabilityClient) -> None:  # n
     ctypes.memset(buffer, 0, len(buffer))
     query = {"request": "r2", "hashBytes": 32, "hashes": HASHES}
     found = ok((await session.query(query)).reply)
-    print(
-        f"query     {found.hitCount} of 4 blocks, lease {found.lease} for {found.leaseSeconds:.0f} s"
-    )
+    lease_s = f"{found.leaseSeconds:.0f} s"
+    print(f"query     {found.hitCount} of 4 blocks, lease {found.lease} for {lease_s}")
 
     load = {
         "rank": 0,
@@ -104,13 +105,12 @@ async def round_trip(kv: capnp.lib.capnp._DynamicCapabilityClient) -> None:  # n
     await session.release(["r1", "r2"])
     after = buffer.raw
     same = all(
-        after[layer * layer_bytes + 4 * BLOCK_BYTES : (layer + 1) * layer_bytes]
-        == before[layer * layer_bytes : layer * layer_bytes + 4 * BLOCK_BYTES]
+        after[layer * LAYER_BYTES + 4 * BLOCK_BYTES : (layer + 1) * LAYER_BYTES]
+        == before[layer * LAYER_BYTES : layer * LAYER_BYTES + 4 * BLOCK_BYTES]
         for layer in range(LAYERS)
     )
-    print(
-        f"load      {4 - len(loaded.failed) // 4} of 4 blocks, bytes {'equal' if same else 'DIFFER'}"
-    )
+    arrived = 4 - len(loaded.failed) // 4  # one int32 a block that failed
+    print(f"load      {arrived} of 4 blocks, bytes {'equal' if same else 'DIFFER'}")
     if not same:
         sys.exit(1)
 
@@ -125,9 +125,8 @@ async def main(address: str) -> None:
             if address.startswith("unix:"):
                 await round_trip(kv)
             pool = (await kv.status()).status.pool
-            print(
-                f"pool      {pool.blockCount} blocks, {pool.usedBytes} of {pool.capacityBytes} bytes used"
-            )
+            used = f"{pool.usedBytes} of {pool.capacityBytes} bytes used"
+            print(f"pool      {pool.blockCount} blocks, {used}")
         finally:  # an open connection must not be left to the garbage collector
             stream.close()
             client.close()

@@ -4,6 +4,7 @@ Decided here: the spelling of addresses and the search order, the same for daemo
 CLI. This file does not know sockets or RPC; it must stay importable in an engine's process.
 """
 
+import ipaddress
 import os
 import socket
 from collections.abc import Mapping
@@ -33,7 +34,12 @@ class Address:
     @property
     def is_loopback(self) -> bool:
         """True when only this machine can reach it."""
-        return self.is_unix or self.host in {"localhost", "::1"} or self.host.startswith("127.")
+        if self.is_unix or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name, which may mean anything
+            return False
 
     @property
     def family(self) -> socket.AddressFamily:
@@ -86,7 +92,7 @@ def explicit(environ: Mapping[str, str]) -> Address | None:
     """
     if path := environ.get("TRIKV_SOCKET"):
         return parse(path if path.startswith(("unix:", "/")) else f"unix:{path}")
-    if "TRIKV_HOST" in environ or "TRIKV_PORT" in environ:
+    if environ.get("TRIKV_HOST") or environ.get("TRIKV_PORT"):
         host = environ.get("TRIKV_HOST") or DEFAULT_HOST
         port = environ.get("TRIKV_PORT") or str(DEFAULT_PORT)
         return parse(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
@@ -96,7 +102,7 @@ def explicit(environ: Mapping[str, str]) -> Address | None:
 def runtime_socket(environ: Mapping[str, str]) -> str | None:
     """The socket path in the user's own runtime directory, where there is one."""
     folder = environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
-    return f"{folder}/trikv/trikv.sock" if Path(folder).is_dir() else None
+    return f"{folder}/trikv/trikv.sock" if _is_there(folder, is_folder=True) else None
 
 
 def search(environ: Mapping[str, str], given: str | None = None) -> list[Address]:
@@ -109,5 +115,12 @@ def search(environ: Mapping[str, str], given: str | None = None) -> list[Address
     if named is not None:
         return [named]
     paths = [SYSTEM_SOCKET, runtime_socket(environ)]
-    found = [Address(path=path) for path in paths if path and Path(path).exists()]
+    found = [Address(path=path) for path in paths if path and _is_there(path)]
     return [*found, Address(host=DEFAULT_HOST, port=DEFAULT_PORT)]
+
+
+def _is_there(path: str, *, is_folder: bool = False) -> bool:
+    try:
+        return Path(path).is_dir() if is_folder else Path(path).exists()
+    except OSError:  # a folder of another user: whatever is in it is not for us
+        return False

@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -48,11 +49,11 @@ def read_bytes(text: str) -> int:
     Raises:
         ValueError: not a size.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", text.lower())
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,9})?)\s*([kmgt]?i?b?)\s*", text.lower())
     if match is None:
         raise ValueError("expected a size such as 512mb or 30gb")
     unit = match[2].replace("i", "")
-    return int(float(match[1]) * UNITS[unit if unit.endswith("b") or not unit else f"{unit}b"])
+    return int(Fraction(match[1]) * UNITS[unit if unit.endswith("b") or not unit else f"{unit}b"])
 
 
 def read_bool(text: str) -> bool:
@@ -186,8 +187,8 @@ OPTIONS: Final = (
         "freeze-seconds",
         _number(float, 0, 3600),
         20.0,
-        "a daemon frozen in the middle of a load is killed by the kernel after this time, so that the engine "
-        "knows that nothing is written any more; 0: the engine waits",
+        "a daemon frozen in the middle of a load is killed by the kernel after this time, so that "
+        "the engine knows that nothing is written any more; 0: the engine waits",
     ),
     Option(
         "log-level",
@@ -241,7 +242,8 @@ def load(arguments: Sequence[str], environ: Mapping[str, str]) -> Settings:
     """
     given = vars(parser().parse_args(arguments))
     path = given["config"] or environ.get("TRIKV_CONFIG")
-    file = _read_file(path) if path else {}
+    source = "--config" if given["config"] else "TRIKV_CONFIG"
+    file = _read_file(path, source) if path else {}
     values = {}
     for option in OPTIONS:
         source, text = _first(
@@ -260,13 +262,13 @@ def _first(*sources: tuple[str, str | None]) -> tuple[str, str | None]:
     return next(((name, text) for name, text in sources if text not in {None, ""}), ("", None))
 
 
-def _read_file(path: str) -> dict[str, str]:
+def _read_file(path: str, source: str) -> dict[str, str]:
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise SettingError(f"--config: {path}: {error.strerror}") from None
+        raise SettingError(f"{source}: {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingError(f"--config: {path}: {error}") from None
+        raise SettingError(f"{source}: {path}: {error}") from None
     known = {option.name for option in OPTIONS}
     for name, value in table.items():
         if name not in known:

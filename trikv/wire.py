@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from trikv.core.calls import Declare, GroupPieces, Load, Query, Register, Save
 from trikv.core.errors import BadRequestError
-from trikv.core.layout import Piece, Range
+from trikv.core.layout import ADDRESS_MAX, Piece, Range
 from trikv.core.words import InstanceName, LeaseId, RequestId, Words
 
 MESSAGE_WORDS_MAX: Final = 1 << 20  # 8 MiB: capnp refuses more before our code runs
@@ -163,12 +163,15 @@ def read_register(message: Any) -> Register:
     count = int(message.fences.count)
     if count > FENCES_MAX:
         raise BadRequestError(f"fences must be at most {FENCES_MAX}, not {count}")
+    address = int(message.fences.address)
+    if count and not 0 < address < ADDRESS_MAX - 8 * count:
+        raise BadRequestError("fences leave the address space")
     return Register(
         _instance(message.instance),
         rank,
         tuple(_range(memory) for memory in memories),
         tuple(_group(group) for group in groups),
-        int(message.fences.address),
+        address,
         count,
     )
 

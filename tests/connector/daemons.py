@@ -1,6 +1,6 @@
-"""Starts the fake daemon, or the real one, for tests; its knobs; children die with the test.
+"""Daemons for the connector's tests: the fake one with its knobs, and the real one.
 
-`TRIKV_TEST_DAEMON=real` runs what can be run against `python -m trikv.nursery.serve`.
+Not `tests/integration/daemons.py`: this file is imported by processes that run another vLLM, without pytest.
 """
 
 import ctypes
@@ -13,36 +13,42 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-IS_REAL = os.environ.get("TRIKV_TEST_DAEMON") == "real"
+ROOT = Path(__file__).resolve().parents[2]
+LIBC = ctypes.CDLL(None)
 
 
 def die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)
 
 
-class Daemon:
-    """One daemon at `folder/trikv.sock`."""
+def clean_environ() -> dict[str, str]:
+    """Without the other vLLM's files, which a daemon must not need."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
-    def __init__(self, folder: Path, **knobs: Any) -> None:
+
+class FakeDaemon:
+    """`fake_daemon.py` at `folder/trikv.sock`; see there for the knobs."""
+
+    def __init__(self, folder: Path) -> None:
         self.path = folder / "trikv.sock"
         self.address = f"unix:{self.path}"
         self.child: subprocess.Popen[str] | None = None
-        self.start(**knobs)
+        self.start()
 
-    def start(self, **knobs: Any) -> None:
-        command = [sys.executable, str(HERE / "fake_daemon.py"), str(self.path)]
-        # The daemon needs no vLLM; another version's files must not shadow anything there.
-        environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "tests.connector.fake_daemon", str(self.path)]
+
+    def start(self) -> None:
         self.child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environ,
-            preexec_fn=die_with_parent,
+            self.command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            env=clean_environ(), preexec_fn=die_with_parent,  # noqa: PLW1509  # one system call
         )
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        assert self.child is not None
         assert self.child.stdout is not None
         assert self.child.stdout.readline() == "ready\n"
-        if knobs:
-            self.tell(**knobs)
 
     def tell(self, **knobs: Any) -> str:
         assert self.child is not None
@@ -56,10 +62,10 @@ class Daemon:
         found: dict[str, int] = json.loads(self.tell(counts=True))
         return found
 
-    def wait(self, name: str, count: int, seconds: float = 20.0) -> None:
+    def wait(self, name: str, count: int, seconds: float = 30.0) -> None:
         until = time.monotonic() + seconds
         while self.counts().get(name, 0) < count:
-            assert time.monotonic() < until, f"{name} stays {self.counts()}"
+            assert time.monotonic() < until, f"{name} stays below {count}: {self.counts()}"
             time.sleep(0.01)
 
     def signal(self, number: int) -> None:
@@ -68,9 +74,45 @@ class Daemon:
 
     def kill(self) -> None:
         child, self.child = self.child, None
-        if child is not None:
-            child.kill()
-            child.wait(30)
-            for pipe in (child.stdin, child.stdout):
-                if pipe is not None:
-                    pipe.close()
+        if child is None:
+            return
+        child.kill()
+        child.wait(30)
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+class RealDaemon(FakeDaemon):
+    """`trikv-daemon`; it has no knobs."""
+
+    def command(self) -> list[str]:
+        return [
+            sys.executable, "-m", "trikv.nursery.serve",
+            "--addr", self.address, "--pool-size", "64mb", "--log-level", "error",
+        ]
+
+    def wait_ready(self) -> None:
+        until = time.monotonic() + 60
+        while not self.path.exists():
+            assert time.monotonic() < until, "no socket"
+            time.sleep(0.02)
+
+    def tell(self, **knobs: Any) -> str:
+        raise NotImplementedError(f"the real daemon has no {knobs}")
+
+    def counts(self) -> dict[str, int]:
+        """The real daemon's counters under the fake one's names."""
+        done = subprocess.run(
+            [sys.executable, "-m", "trikv.cli.main", "status", "--json"], cwd=ROOT,
+            env=clean_environ() | {"TRIKV_SOCKET": str(self.path)}, capture_output=True, text=True,
+            timeout=60, check=True,
+        )
+        status = json.loads(done.stdout)
+        counters = status["counters"]
+        return {
+            "saved": counters["trikv_save_blocks_total"],
+            "loaded": counters["trikv_load_blocks_total"],
+            "leases": status["pool"]["leaseCount"],
+            "pages": status["pool"]["blockCount"],
+        }

@@ -3,9 +3,10 @@
     python fake_daemon.py SOCKET
 
 Reads one JSON object a line from stdin and sets its keys as knobs, answering `ok` on stdout:
-`query_s`, `load_s`, `save_s` (delays), `fail_loads` (positions from this one on fail), `refuse` (a code
+`query_s`, `load_s`, `save_s` (delays), `refuse_declare` (so many times), `fail_loads` (positions from this one on fail), `refuse` (a code
 for every query, save and load), `garbage` (a raise instead of an answer), `drop` (close all connections),
-`negate` (flip every stored byte), `lease_s`, `heartbeat_s`, `counts` (answers with the counters).
+`negate` (flip every stored byte), `lease_s`, `heartbeat_s`, `counts` (answers with the counters),
+`fresh` (forget everything but the connections).
 """
 
 import asyncio
@@ -43,6 +44,11 @@ def move(call: str, pid: int, remote: int, local: Any, size: int) -> bool:
 class Store:
     def __init__(self) -> None:
         self.epoch = random.getrandbits(63)
+        self.copies: dict[Any, int] = {}
+        self.streams: set[Any] = set()
+        self.forget()
+
+    def forget(self) -> None:
         self.knobs: dict[str, Any] = {"lease_s": 30.0, "heartbeat_s": 3.0}
         self.pages: dict[tuple[str, bytes], bytes] = {}
         self.fields: dict[str, str] = {}
@@ -50,8 +56,6 @@ class Store:
         self.leases: dict[int, list[tuple[str, bytes]]] = {}
         self.by_request: dict[str, int] = {}
         self.counts: dict[str, int] = {}
-        self.copies: dict[Any, int] = {}
-        self.streams: set[Any] = set()
 
     def count(self, name: str, n: int = 1) -> None:
         self.counts[name] = self.counts.get(name, 0) + n
@@ -81,6 +85,10 @@ class Session(SCHEMA.Session.Server):  # type: ignore[misc]
     async def declare(self, instance: Any, _context: Any, **rest: Any) -> None:
         self.instance = str(instance.name)
         self.store.count("declare")
+        if self.store.knobs.get("refuse_declare", 0) > 0:
+            self.store.knobs["refuse_declare"] -= 1
+            refuse(_context.results.reply, "conflict")
+            return
         self.store.fields[self.instance] = json.dumps({str(f.name): str(f.value) for f in instance.fields})
         _context.results.reply.init("ok").namespace = ""
 
@@ -228,6 +236,8 @@ async def commands(store: Store) -> None:
                 stream.close()
         if knobs.pop("negate", False):
             store.pages = {k: bytes(255 - b for b in v) for k, v in store.pages.items()}
+        if knobs.pop("fresh", False):
+            store.forget()
         asked = knobs.pop("counts", False)
         store.knobs.update(knobs)
         facts = {**store.counts, "leases": len(store.leases), "pages": len(store.pages),

@@ -10,6 +10,7 @@ Runs in a process of its own, with the files of one vLLM version first on PYTHON
 
 import pickle
 import time
+from collections import deque
 from typing import Any
 
 import torch
@@ -20,11 +21,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+
+torch.set_num_threads(1)  # tensors are tiny; two threads on a busy machine only wait for each other
 
 BLOCK = 16
 LAYERS = 2
@@ -38,25 +42,34 @@ class Rig:
     """One engine: its scheduler, its worker's connector, its KV memory."""
 
     def __init__(
-        self, model: str, address: str, *, blocks: int = 64, extra: dict[str, Any] | None = None
+        self,
+        model: str,
+        address: str,
+        *,
+        blocks: int = 64,
+        overlaps: bool = False,
+        extra: dict[str, Any] | None = None,
     ) -> None:
         transfer = KVTransferConfig(
             kv_connector="TriKVConnector",
             kv_connector_module_path="trikv.connector",
             kv_role="kv_both",
-            kv_connector_extra_config={"trikv.address": address, **(extra or {})},
+            # Patient, for a machine that is busy with other tests.
+            kv_connector_extra_config={
+                "trikv.address": address, "trikv.query_timeout_ms": 10_000, **(extra or {})
+            },
         )
         self.config = EngineArgs(
             model=model, dtype="float32", max_model_len=1024, block_size=BLOCK, enforce_eager=True,
             max_num_batched_tokens=512, max_num_seqs=16, skip_tokenizer_init=True,
-            async_scheduling=False, kv_transfer_config=transfer,
+            async_scheduling=overlaps, kv_transfer_config=transfer,
         ).create_engine_config()
         self.config.cache_config.num_gpu_blocks = blocks
         self.config.cache_config.block_size = BLOCK
         spec = FullAttentionSpec(
             block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32
         )
-        kv_config = KVCacheConfig(
+        self.kv_config = kv_config = KVCacheConfig(
             num_blocks=blocks, kv_cache_tensors=[],
             kv_cache_groups=[KVCacheGroupSpec(LAYER_NAMES, spec)],
         )
@@ -69,7 +82,7 @@ class Rig:
         )
         self.worker.register_kv_caches(self.kv)
         function = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
-        self.scheduler = Scheduler(
+        self.scheduler = (AsyncScheduler if overlaps else Scheduler)(
             self.config, kv_config, StructuredOutputManager(self.config), BLOCK,
             hash_block_size=BLOCK, log_stats=True,
         )
@@ -79,7 +92,9 @@ class Rig:
         self.admitted: dict[str, int] = {}
         self.outputs: dict[str, list[int]] = {}
         self.finish: dict[str, str] = {}
-        self.worker_steps = True
+        self.tokens: dict[str, list[int]] = {}  # as the worker knows them
+        self.ahead: deque[tuple[Any, Any]] = deque()
+        self.overlaps = overlaps
         self.steps = 0
 
     @property
@@ -107,12 +122,24 @@ class Rig:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> Any:
+        """One step; with `overlaps` its outcome is told to the scheduler after the next one began."""
         planned = self.scheduler.schedule()
-        planned.kv_connector_metadata = pickle.loads(pickle.dumps(planned.kv_connector_metadata))
-        worker, output = self.worker, KVConnectorOutput()
+        self.ahead.append((planned, self.execute(planned)))
         self.steps += 1
-        worker.handle_preemptions(planned.kv_connector_metadata)
-        worker.bind_connector_metadata(planned.kv_connector_metadata)
+        while len(self.ahead) > (1 if self.overlaps and planned.total_num_scheduled_tokens else 0):
+            for outputs in self.scheduler.update_from_output(*self.ahead.popleft()).values():
+                for one in outputs.outputs:
+                    self.outputs[one.request_id].extend(one.new_token_ids)
+                    if one.finish_reason is not None:
+                        self.finish[one.request_id] = str(one.finish_reason)
+        return planned
+
+    def execute(self, planned: Any) -> Any:
+        """What a worker does with a step."""
+        metadata = pickle.loads(pickle.dumps(planned.kv_connector_metadata))
+        worker, output = self.worker, KVConnectorOutput()
+        worker.handle_preemptions(metadata)
+        worker.bind_connector_metadata(metadata)
         if not LOADS_LAST:
             worker.start_load_kv(None)
         sampled = self.forward(planned)
@@ -123,16 +150,10 @@ class Rig:
         self.collect(worker, planned, output)
         worker.clear_connector_metadata()
         names = list(planned.num_scheduled_tokens)
-        result = ModelRunnerOutput(
+        return ModelRunnerOutput(
             req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)},
             sampled_token_ids=[sampled[name] for name in names], kv_connector_output=output,
         )
-        for outputs in self.scheduler.update_from_output(planned, result).values():
-            for one in outputs.outputs:
-                self.outputs[one.request_id].extend(one.new_token_ids)
-                if one.finish_reason is not None:
-                    self.finish[one.request_id] = str(one.finish_reason)
-        return planned
 
     def collect(self, worker: Any, planned: Any, output: Any) -> None:
         if hasattr(worker, "get_transfer_results"):  # 0.30 and later
@@ -153,36 +174,34 @@ class Rig:
         computed = {new.req_id: new.num_computed_tokens for new in planned.scheduled_new_reqs}
         self.admitted.update(computed)
         cached = planned.scheduled_cached_reqs
+        for name in [*computed, *cached.resumed_req_ids]:
+            self.tokens[name] = list(self.scheduler.requests[name].all_token_ids)
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        sampled = {}
-        for name, count in planned.num_scheduled_tokens.items():
-            request = self.scheduler.requests[name]
-            tokens = list(request.all_token_ids)
-            (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
-            start, end = computed[name], computed[name] + count
-            values = prefix_values(tokens[:end])
-            slots = torch.tensor([blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(end)])
-            wanted = torch.tensor(values, dtype=torch.float32)
-            for layer, tensor in enumerate(self.kv.values()):
-                flat = tensor.permute(0, 2, 1, 3).reshape(-1, HEADS, 2 * HEAD_SIZE)
-                read = flat[slots[:start]]
-                marks = torch.arange(HEADS * 2 * HEAD_SIZE).reshape(HEADS, -1)
-                expected = wanted[:, None, None] * (layer + 1) + marks
-                if start and not torch.equal(read, expected[:start]):
-                    bad = sorted({int(p) // BLOCK for p in (read != expected[:start]).nonzero()[:, 0]})
-                    self.wrong.append(f"{name}: layer {layer}: blocks {bad} of {start // BLOCK}")
-                self.write(tensor, slots[start:end], expected[start:end])
-            if end >= len(tokens):
-                last = self.kv[LAYER_NAMES[0]][blocks[0], 0, 0, 0] + sum(
-                    float(self.kv[LAYER_NAMES[-1]][b, 0, :, 0].sum()) for b in blocks[: end // BLOCK]
-                )
-                sampled[name] = [int(last) % 251 + 3]
-            else:
-                sampled[name] = []
-        return sampled
+        return {
+            name: self.forward_one(name, computed[name], computed[name] + count)
+            for name, count in planned.num_scheduled_tokens.items()
+        }
 
-    def write(self, tensor: Any, slots: Any, rows: Any) -> None:
-        tensor[slots // BLOCK, :, slots % BLOCK, :] = rows
+    def forward_one(self, name: str, start: int, end: int) -> list[int]:
+        tokens = self.tokens[name]
+        (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+        slots = torch.tensor([blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(end)])
+        values = prefix_values(tokens[:end])
+        marks = torch.arange(HEADS * 2 * HEAD_SIZE).reshape(HEADS, -1)
+        for layer, tensor in enumerate(self.kv.values()):
+            wanted = torch.tensor(values, dtype=torch.float32)[:, None, None] * (layer + 1) + marks
+            rows = tensor.permute(0, 2, 1, 3)  # block, token, head, content
+            read = rows[slots[:start] // BLOCK, slots[:start] % BLOCK]
+            if not torch.equal(read, wanted[:start]):
+                bad = sorted({int(p) // BLOCK for p in (read != wanted[:start]).nonzero()[:, 0]})
+                self.wrong.append(f"{name}: layer {layer}: blocks {bad} of {start // BLOCK}")
+            rows[slots[start:] // BLOCK, slots[start:] % BLOCK] = wanted[start:]
+        if end < len(tokens):
+            return []
+        # The same prompt must give the same token however much of it was read.
+        state = int(rows[slots // BLOCK, slots % BLOCK].sum(dtype=torch.float64))
+        tokens.append(state % 251 + 3)
+        return [tokens[-1]]
 
     def run(self, seconds: float = 60.0, *, until: Any = None) -> int:
         """Step until no request is left; returns the number of steps."""

@@ -7,7 +7,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from trikv.core.blocks import State
-from trikv.core.cache import Cache, Key, Limits, SavePlan
+from trikv.core.cache import Cache, Limits
+from trikv.core.plans import Key, SavePlan
 from trikv.core.words import InstanceName, LeaseId, RequestId, SpaceId, Words
 
 PAGE = 4096
@@ -20,7 +21,9 @@ WHO = st.tuples(
     st.sampled_from(["one", "two"]).map(InstanceName), st.sampled_from(["r", "s"]).map(RequestId)
 )
 SPACES = st.sampled_from(sorted(PAGES)).map(SpaceId)
-NODES = st.integers(1, 63)  # of a binary tree: node n's parent is n // 2
+WHICH = st.integers(0, 29)
+TREE = [*range(1, 16), 31, 47, 63]  # node n's parent is n // 2
+NODES = st.sampled_from(TREE)
 
 
 def path_to(node: int) -> list[int]:
@@ -78,6 +81,7 @@ class Promise:
 class Model:
     """Blocks and promises as they must be."""
 
+    memory: dict[int, object]  # the pool: what each 4 KiB unit holds
     lives: dict[tuple[SpaceId, int], Life]  # those that the index knows
     doomed: set[Life]
     leases: dict[Who, Promise]

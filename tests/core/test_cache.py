@@ -12,6 +12,7 @@ from cache_world import (
     PAGES,
     POOL,
     SPACES,
+    WHICH,
     WHO,
     Life,
     Model,
@@ -23,12 +24,12 @@ from cache_world import (
 )
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from trikv.core import cache as module
 from trikv.core.blocks import State
-from trikv.core.cache import Key, LoadPlan, SavePlan
 from trikv.core.errors import BadRequestError, LeaseLostError
+from trikv.core.plans import Key, LoadPlan, SavePlan
 from trikv.core.words import InstanceName, RequestId, SpaceId
 
 
@@ -39,8 +40,8 @@ class CacheMachine(Model, RuleBasedStateMachine):
         entries_max=st.sampled_from([5, 12, 64]),
         batch=st.sampled_from([1, 2, 256]),
         chains_max=st.sampled_from([1, 64]),
-        leases_max=st.sampled_from([2, 64]),
-        leased=st.sampled_from([0.2, 0.5]),
+        leases_max=st.sampled_from([1, 64]),
+        leased=st.sampled_from([0.1, 0.5]),
     )
     def begin(
         self, entries_max: int, batch: int, chains_max: int, leases_max: int, leased: float
@@ -57,9 +58,9 @@ class CacheMachine(Model, RuleBasedStateMachine):
             chains_max=chains_max,
             **self.limits,
         )
-        self.now_s = 0
-        self.memory: dict[int, object] = {}
+        self.now_s, self.memory = 0, {}
         self.lives, self.doomed, self.leases = {}, set(), {}
+        self.asked: dict[Who, tuple[SpaceId, int]] = {}
         self.saves: list[tuple[SavePlan, list[Life]]] = []
         self.loads: list[tuple[LoadPlan, list[Life], int]] = []
 
@@ -82,12 +83,10 @@ class CacheMachine(Model, RuleBasedStateMachine):
         """Pages that nobody reads, writes or was promised; what was in them is gone."""
         row = int(self.cache.index.find(space, words([node]))[0])
         slots = self.cache.blocks.slot[[row]]
-        starts = [
-            int(self.cache.pages.offsets(slots, r)[0]) // PAGE for r in range(len(PAGES[space]))
-        ]
-        pages = [
-            list(range(at, at + count)) for at, count in zip(starts, PAGES[space], strict=True)
-        ]
+        pages = []
+        for rank, count in enumerate(PAGES[space]):
+            first = int(self.cache.pages.offsets(slots, rank)[0]) // PAGE
+            pages.append(list(range(first, first + count)))
         units = {unit for page in pages for unit in page}
         assert units <= set(range(POOL // PAGE))
         for other in self.all():
@@ -115,24 +114,33 @@ class CacheMachine(Model, RuleBasedStateMachine):
     def time_passes(self, step_s: int) -> None:
         self.now_s += step_s
 
-    @rule()
-    def sweep_leases(self) -> None:
-        late = [who for who, one in self.leases.items() if one.deadline_s <= self.now_s]
-        for who in late:
-            self.end(who)
-        assert self.cache.expire_leases(now_s=self.now_s) == len(late)
-
-    @rule()
-    def sweep_fills(self) -> None:
+    @rule(what=st.sampled_from(["leases", "fills"]))
+    def sweep(self, what: str) -> None:
+        if what == "leases":
+            late = [who for who, one in self.leases.items() if one.deadline_s <= self.now_s]
+            for who in late:
+                self.end(who)
+            assert self.cache.expire_leases(now_s=self.now_s) == len(late)
+            return
         filling = [life for life in self.lives.values() if life.state is State.FILLING]
-        late = [life for life in filling if life.deadline_s <= self.now_s]
-        for life in late:
+        lost = [life for life in filling if life.deadline_s <= self.now_s]
+        for life in lost:
             self.lose(life)
-        assert self.cache.expire_fills(now_s=self.now_s) == len(late)
+        assert self.cache.expire_fills(now_s=self.now_s) == len(lost)
 
     # -- queries and leases
 
-    @rule(who=WHO, space=SPACES, node=NODES)
+    @rule(who=WHO, space=SPACES, node=NODES, which=WHICH)
+    def ask(self, who: Who, space: SpaceId, node: int, which: int) -> None:
+        """For something, for what is there, or for the same as before."""
+        if which < 10 and self.asked:
+            who = sorted(self.asked)[which % len(self.asked)]
+            space, node = self.asked[who]
+        elif which < 25 and self.lives:
+            space, node = sorted(self.lives)[-1 - which % len(self.lives)]
+        self.asked[who] = space, node
+        self.query(who, space, node)
+
     def query(self, who: Who, space: SpaceId, node: int) -> None:
         run: list[Life] = []
         for one in path_to(node):
@@ -159,36 +167,56 @@ class CacheMachine(Model, RuleBasedStateMachine):
         assert (hit.lease is None) == (not granted)
         if hit.lease is not None:
             assert hit.lease.entries.tolist() == [life.row for life in granted]
-            left = set(range(len(PAGES[space])))
-            self.leases[who] = Promise(hit.lease.id, granted, left, self.now_s + LEASE_S)
+            ranks = set(range(len(PAGES[space])))
+            self.leases[who] = Promise(hit.lease.id, granted, ranks, self.now_s + LEASE_S)
 
-    @rule(who=WHO)
-    def release(self, who: Who) -> None:
-        if who in self.leases:
+    @rule(which=WHICH, what=st.sampled_from(["request", "request", "engine", "space"]))
+    def something_ends(self, which: int, what: str) -> None:
+        if what == "space" and len(self.lives) > 12:
+            self.drop_space(SpaceId(1 + which % len(PAGES)))
+        if what == "space" or not self.leases:
+            return
+        who = sorted(self.leases)[which % len(self.leases)]
+        if what == "request":
             self.end(who)
-        self.cache.release(*who)
-
-    @rule(who=WHO)
-    def engine_lost(self, who: Who) -> None:
-        for key in [key for key in self.leases if key[0] == who[0]]:
-            self.end(key)
+            self.cache.release(*who)
+            return
+        for other in [other for other in self.leases if other[0] == who[0]]:
+            self.end(other)
         self.cache.release_instance(who[0])
+
+    def drop_space(self, space: SpaceId) -> None:
+        lost = [life for life in self.lives.values() if life.space == space]
+        for life in lost:
+            self.lose(life)
+        assert self.cache.drop_space(space) == len(lost)
 
     # -- loads
 
+    @precondition(lambda self: self.leases)
     @rule(
-        who=WHO,
+        which=WHICH,
         thief=st.sampled_from([None, None, None, "one", "two"]),
-        rank=st.integers(0, 2),
-        first=st.integers(0, 6),
+        rank=st.sampled_from([0, 1, 2, None, None]),
+        first=st.integers(0, 3),
         count=st.integers(0, 6),
     )
-    def prepare_load(self, who: Who, thief: str | None, rank: int, first: int, count: int) -> None:
-        promise = self.leases.get(who)
-        if promise is None or any(life.state is State.DOOMED for life in promise.lives):
+    def load(self, which: int, thief: str | None, rank: int | None, first: int, count: int) -> None:
+        """By one rank, maybe in vain, or by all that have not loaded yet."""
+        who = sorted(self.leases)[which % len(self.leases)]
+        promise = self.leases[who]
+        if any(life.state is State.DOOMED for life in promise.lives):
             return  # of a space that was dropped: the store refuses it
+        if rank is not None:
+            self.prepare_load(who, promise, thief, rank, first, count)
+            return
+        for one in sorted(promise.left):
+            self.prepare_load(who, promise, None, one, 0, len(promise.lives))
+
+    def prepare_load(
+        self, who: Who, promise: Promise, thief: str | None, rank: int, first: int, count: int
+    ) -> None:
         caller = InstanceName(thief) if thief else who[0]
-        first = min(first, max(0, len(promise.lives) - 1)) if count else first
         is_lost = promise.deadline_s <= self.now_s or rank not in promise.left or caller != who[0]
         args = (promise.id, caller, rank, first, count)
         if is_lost or not first < first + count <= len(promise.lives):
@@ -206,20 +234,14 @@ class CacheMachine(Model, RuleBasedStateMachine):
         if not promise.left:
             self.end(who)
 
-    @rule(which=st.integers(0, 9), copied=st.integers(0, 6))
+    @precondition(lambda self: self.loads)
+    @rule(which=WHICH, copied=st.integers(0, 6))
     def complete_load(self, which: int, copied: int) -> None:
-        if self.loads:
-            plan, lives, rank = self.loads.pop(which % len(self.loads))
-            self.assert_readable(lives, rank)
-            count = min(copied, len(lives))
-            self.cache.complete_load(plan, copied_count=count, copied_bytes=count)
-            self.unpin(lives)
-
-    @rule(who=WHO, space=SPACES, node=NODES)
-    def query_and_load(self, who: Who, space: SpaceId, node: int) -> None:
-        self.query(who, space, node)
-        for rank in range(len(PAGES[space])):
-            self.prepare_load(who, None, rank, 0, len(path_to(node)) - rank)
+        plan, lives, rank = self.loads.pop(which % len(self.loads))
+        self.assert_readable(lives, rank)
+        count = min(copied, len(lives))
+        self.cache.complete_load(plan, copied_count=count, copied_bytes=count)
+        self.unpin(lives)
 
     # -- saves
 
@@ -279,8 +301,7 @@ class CacheMachine(Model, RuleBasedStateMachine):
         self.saves.append((plan, lives))
 
     def chain_of(self, who: Who, space: SpaceId) -> set[int]:
-        chain = self.cache.chains.of(*who, space)
-        return set(chain.entries[: chain.length].tolist())
+        return set(self.cache.chains.of(*who, space).entries.tolist())
 
     def assert_full(self, space: SpaceId, own: set[int]) -> None:
         """Refused only when nothing but the request's own blocks could have gone."""
@@ -288,10 +309,9 @@ class CacheMachine(Model, RuleBasedStateMachine):
             if PAGES[life.space] == PAGES[space] and life.state is State.SEALED:
                 assert life.pins or life.row in own
 
-    @rule(which=st.integers(0, 9), failed=st.sampled_from([0, 0, 0, 1, 5, 63]))
+    @precondition(lambda self: self.saves)
+    @rule(which=WHICH, failed=st.sampled_from([0, 0, 0, 1, 5, 63]))
     def complete_save(self, which: int, failed: int) -> None:
-        if not self.saves:
-            return
         plan, lives = self.saves.pop(which % len(self.saves))
         copied = np.array([not failed >> i & 1 for i in range(len(lives))], np.bool_)
         for life, is_whole in zip(lives, copied.tolist(), strict=True):
@@ -313,13 +333,6 @@ class CacheMachine(Model, RuleBasedStateMachine):
         for rank in range(len(PAGES[space])):
             self.save(who, space, path_to(node), 0, rank)
             self.complete_save(len(self.saves) - 1, 0)
-
-    @rule(space=SPACES)
-    def drop_space(self, space: SpaceId) -> None:
-        lost = [life for life in self.lives.values() if life.space == space]
-        for life in lost:
-            self.lose(life)
-        assert self.cache.drop_space(space) == len(lost)
 
     # -- what always holds
 
@@ -352,7 +365,7 @@ class CacheMachine(Model, RuleBasedStateMachine):
     @invariant()
     def each_sealed_block_is_in_the_order_of_its_shape_alone(self) -> None:
         sealed = [life for life in self.lives.values() if life.state is State.SEALED]
-        for shape, order in self.cache._orders.items():
+        for shape, order in self.cache._room.orders.items():
             ours = {life.row for life in sealed if self.cache.spaces[life.space].shape == shape}
             parked = set(np.flatnonzero(order._turn > 0).tolist())
             known = set(np.flatnonzero((order._place > 0) | (order._turn != 0)).tolist())
@@ -363,11 +376,13 @@ class CacheMachine(Model, RuleBasedStateMachine):
     def everything_old_can_be_evicted(self) -> None:
         """All copies and leases end; then fresh blocks take the whole pool; then all goes."""
         while self.saves or self.loads:
-            self.complete_save(0, len(self.saves) % 3)
-            self.complete_load(0, 1)
+            if self.saves:
+                self.complete_save(0, len(self.saves) % 3)
+            if self.loads:
+                self.complete_load(0, 1)
         self.now_s += LEASE_S + FILL_S
-        self.sweep_leases()
-        self.sweep_fills()
+        self.sweep("leases")
+        self.sweep("fills")
         assert not self.doomed
         for chunk in range(4):
             who = (InstanceName("fresh"), RequestId(str(chunk)))
@@ -382,4 +397,4 @@ class CacheMachine(Model, RuleBasedStateMachine):
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(stateful_step_count=40, deadline=None)
+TestCache.settings = settings(stateful_step_count=30, deadline=None)

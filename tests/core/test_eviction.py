@@ -129,7 +129,7 @@ class LruMachine(RuleBasedStateMachine):
 
 
 TestLru = LruMachine.TestCase
-TestLru.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestLru.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
 class ForestMachine(RuleBasedStateMachine):
@@ -248,6 +248,20 @@ def test_children_unparked_before_their_parents_still_go_first() -> None:
     assert policy.victims(4, evictable).tolist() == [3, 2, 1, 0]
 
 
+def test_the_coldest_is_found_behind_entries_that_were_unparked_and_used() -> None:
+    policy, evictable = policy_of(4)
+    for entry in range(4):
+        policy.touch(numbers(entry), entry + 1)
+    evictable[:] = False
+    policy.victims(4, evictable)
+    evictable[:] = True
+    policy.unpark(numbers(0, 3))
+    policy.unpark(numbers(1))
+    policy.touch(numbers(0), 9)
+    assert policy.coldest() == 2
+    assert policy.victims(4, evictable).tolist() == [1, 3, 0]
+
+
 def test_a_parked_entry_that_is_used_again_is_not_next() -> None:
     policy, evictable = policy_of(4)
     policy.touch(numbers(0), 1)
@@ -258,6 +272,17 @@ def test_a_parked_entry_that_is_used_again_is_not_next() -> None:
     evictable[0] = True
     policy.unpark(numbers(0))
     assert policy.victims(2, evictable).tolist() == [1, 0]
+
+
+def test_entries_used_after_they_were_unparked_leave_nothing_behind() -> None:
+    policy, evictable = policy_of(2)
+    for stamp in range(1, 50):
+        policy.touch(numbers(0), stamp)
+        evictable[0] = False
+        assert policy.victims(1, evictable).tolist() == []
+        evictable[0] = True
+        policy.unpark(numbers(0))
+    assert len(policy._runs) == 1
 
 
 def test_a_parked_entry_that_is_forgotten_does_not_come_back() -> None:

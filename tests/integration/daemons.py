@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import contextvars
+import hashlib
 import json
 import os
 import signal
@@ -84,10 +85,16 @@ async def connected(address: str) -> AsyncIterator[Any]:
             IS_INSIDE.reset(token)
 
 
+def spawn(start: Start, daemon: RunningDaemon, command: str) -> subprocess.Popen[str]:
+    return start(
+        [sys.executable, "-m", "tests.integration.engine_process", daemon.address, command],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+
+
 def hashes(*names: object) -> bytes:
     """One made-up 32-byte hash a name."""
-    import hashlib
-
     return b"".join(hashlib.sha256(str(name).encode()).digest() for name in names)
 
 
@@ -169,6 +176,16 @@ def wire_code(reply: Any) -> str:
     return str(reply.error.code)
 
 
+def fill(engine: Engine, rank: int = 0, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed + rank)
+    engine.memory[rank][:] = rng.integers(0, 256, engine.memory[rank].shape, np.uint8)
+    return engine.memory[rank].copy()
+
+
+def failed(reply: Any) -> list[int]:
+    return np.frombuffer(wire_ok(reply).failed, "<i4").tolist()
+
+
 async def hello(kv: Any, protocol: int = wire.PROTOCOL) -> Any:
     return (await kv.hello({"protocol": protocol, "software": "test"})).reply
 
@@ -192,6 +209,6 @@ async def status(address: str) -> dict[str, Any]:
 async def wait_for(address: str, what: Any, seconds: float = 2.0) -> dict[str, Any]:
     """Ask for the status until `what(status)` holds."""
     async with asyncio.timeout(seconds):
-        while not what(facts := await status(address)):
+        while not what(facts := await status(address)):  # noqa: ASYNC110  # another process
             await asyncio.sleep(0.02)
     return facts

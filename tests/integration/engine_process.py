@@ -18,7 +18,7 @@ from tests.integration.daemons import attached, hashes
 async def main(address: str, command: str) -> None:
     name = f"process-{os.getpid()}"
     async with attached(address, name=name, block_count=64, page_bytes=1 << 20) as engine:
-        print(json.dumps({"pid": os.getpid(), "name": name}), flush=True)
+        print(json.dumps({"pid": os.getpid(), "name": name}), flush=True)  # noqa: T201  # to the test
         for turn in itertools.count():
             if command == "save":
                 blob = hashes(*(f"{name}/{turn}/{block}" for block in range(64)))

@@ -8,24 +8,35 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.conftest import Start
 from tests.integration.daemons import (
+    Engine,
     RunningDaemon,
     attached,
+    connected,
     daemon_command,
     hashes,
+    hello,
     start_daemon,
     status,
+    wire_code,
     wire_ok,
 )
+from trikv.tiers import pool
 
 
 def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIKV_")}
     return subprocess.run(
-        daemon_command(*arguments), env=clean | environ, capture_output=True, text=True, timeout=30
+        daemon_command(*arguments),
+        env=clean | environ,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
 
 
@@ -134,6 +145,7 @@ def test_without_an_address_the_runtime_directory_is_found_by_all(
         capture_output=True,
         text=True,
         timeout=30,
+        check=False,
     )
     assert f"unix:{path}" in found.stdout, found.stderr
 
@@ -175,9 +187,9 @@ def test_a_second_sigterm_does_not_wait(start: Start, tmp_path: Path) -> None:
     assert daemon.process.wait(10) in {0, 1}
 
 
-def test_the_pool_fits_a_control_group_s_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from trikv.tiers import pool
-
+def test_the_pool_fits_a_control_group_s_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     group = tmp_path / "group"
     group.mkdir()
     (group / "memory.max").write_text(f"{256 << 20}\n")
@@ -202,12 +214,8 @@ def test_clients_cannot_reach_a_daemon_over_tcp_of_another_user_or_register_memo
     assert asyncio.run(status(address))["state"] == "serving"
 
     async def register() -> str:
-        from tests.integration.daemons import Engine, connected, hello, wire_code
-
         async with connected(address) as kv:
             engine = Engine(wire_ok(await hello(kv)).session)
-            import numpy as np
-
             engine.memory.append(np.zeros((64, 8192), np.uint8))
             return wire_code(await engine.register(0))
 
@@ -217,6 +225,7 @@ def test_clients_cannot_reach_a_daemon_over_tcp_of_another_user_or_register_memo
         capture_output=True,
         text=True,
         timeout=30,
+        check=False,
     )
     assert stranger.returncode == 1
     assert any("65534" in str(event.get("reason")) for event in daemon.events())
@@ -234,6 +243,7 @@ def test_another_uid_is_refused_even_when_the_file_modes_let_it_in(
             capture_output=True,
             text=True,
             timeout=30,
+            check=False,
         )
 
     by_mode = stranger()

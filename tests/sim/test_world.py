@@ -3,13 +3,15 @@
 from collections.abc import Iterator
 
 import pytest
+import structlog
 import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trio._core import _run as scheduler
 from trio.testing import MockClock
 
-from tests.sim.world import Faults, Report, World
+from tests.sim.fakes import Faults
+from tests.sim.world import Report, World
 
 FAULTS = st.builds(
     Faults,
@@ -22,6 +24,8 @@ FAULTS = st.builds(
     rank_lazy_p=st.sampled_from([0.0, 0.05]),
     abandon_p=st.sampled_from([0.0, 0.3]),
 )
+# `quiet` is the same for all examples of a test.
+QUIET = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 
 def live(seed: int, faults: Faults, *, engines: int = 3, requests: int = 8) -> Report:
@@ -34,15 +38,13 @@ def live(seed: int, faults: Faults, *, engines: int = 3, requests: int = 8) -> R
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    import structlog
-
     structlog.configure(processors=[lambda *_: (_ for _ in ()).throw(structlog.DropEvent)])
     yield
     structlog.reset_defaults()
 
 
 @given(seed=st.integers(0, 2**32), faults=FAULTS)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@QUIET
 def test_may_lose_never_lies(seed: int, faults: Faults) -> None:
     report = live(seed, faults)
     assert report.loads_wrong == 0
@@ -50,7 +52,7 @@ def test_may_lose_never_lies(seed: int, faults: Faults) -> None:
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=10)
+@settings(QUIET, max_examples=10)
 def test_a_good_world_loads_and_refuses_nothing(seed: int) -> None:
     report = live(seed, Faults(copy_s_mean=0.001))
     assert report.blocks_loaded > 10
@@ -59,7 +61,7 @@ def test_a_good_world_loads_and_refuses_nothing(seed: int) -> None:
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=3)
+@settings(QUIET, max_examples=3)
 def test_a_seed_replays(seed: int) -> None:
     faults = Faults(copy_fail_p=0.05, engine_death_p=0.1, preempt_p=0.2, abandon_p=0.3)
     assert live(seed, faults) == live(seed, faults)

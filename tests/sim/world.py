@@ -1,49 +1,34 @@
-"""A fake world around the real shell: engines, their memory, a clock, and everything that goes wrong.
+"""A fake world around the real shell: engines, a clock, and everything that goes wrong.
 
 The daemon's own sessions, copy queues, service, store and core run under a virtual clock; only
-memory and processes are fake. Every byte an engine computes is a function of (model, rank, block
-hash), so any load can be checked, whoever saved it.
+memory and processes are fake.
 """
 
 import hashlib
 import random
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import trio
 from numpy.typing import NDArray
 
+from tests.sim.fakes import FakeMemory, FakeProcess, Faults, content
 from trikv.core.cache import Cache, Limits
 from trikv.core.calls import Declare, GroupPieces, Load, Query, Register, Save
 from trikv.core.engines import Engines
 from trikv.core.errors import EngineLostError, KvError
-from trikv.core.layout import GroupLayout, Piece, Range
+from trikv.core.layout import Piece, Range
 from trikv.core.words import InstanceName, LeaseId, RequestId
 from trikv.nursery.copying import Copying
 from trikv.nursery.service import Service, sweep
 from trikv.nursery.sessions import Session, Sessions
 from trikv.nursery.store import Store
-from trikv.tiers.hostmem import Copy, Process
 
 PIECE_BYTES = 64
 FENCES = 8
 MARKER = 0xEE
-
-
-@dataclass(frozen=True, slots=True)
-class Faults:
-    """How bad the world is."""
-
-    copy_s_mean: float = 0.01
-    copy_stall_p: float = 0.0  # a block's copy takes a minute
-    copy_fail_p: float = 0.0  # the engine's memory is gone half-way
-    engine_death_p: float = 0.0  # a request at whose end the engine is killed
-    silence_p: float = 0.0  # a request during which the engine freezes past its heartbeat
-    preempt_p: float = 0.0  # blocks are overwritten while their save runs, fence raised
-    rank_lazy_p: float = 0.0  # a rank does not save, or does not load
-    abandon_p: float = 0.0  # a request ends without release
 
 
 @dataclass(slots=True)
@@ -58,88 +43,6 @@ class Report:
     deaths: int = 0
     trace: list[tuple[float, str]] = field(default_factory=list)
     left: dict[str, int] = field(default_factory=dict)
-
-
-class FakeProcess:
-    """An engine's process: an arena of bytes at made-up addresses."""
-
-    def __init__(self, pid: int, arena_bytes: int) -> None:
-        self.pid = pid
-        self.base = 1 << 32 | pid << 24
-        self.arena = np.zeros(arena_bytes, np.uint8)
-        self.alive = True
-
-    def is_alive(self) -> bool:
-        return self.alive
-
-    def close(self) -> None:
-        """Nothing holds it."""
-
-    def view(self, address: int, size: int) -> NDArray[np.uint8]:
-        start = address - self.base
-        assert 0 <= start <= len(self.arena) - size, "the daemon left the registered memory"
-        return self.arena[start : start + size]
-
-
-class FakeMemory:
-    """Copies block by block with pauses, so that everything else happens in between."""
-
-    def __init__(self, pool_bytes: int, rng: random.Random, faults: Faults) -> None:
-        self.pool = np.zeros(pool_bytes, np.uint8)
-        self.rng = rng
-        self.faults = faults
-
-    def transfer(
-        self,
-        process: Process,
-        layout: GroupLayout,
-        blocks: NDArray[np.int32],
-        offsets: NDArray[np.int64],
-        *,
-        into_engine: bool,
-    ) -> Copy:
-        pages = offsets.astype(np.uint64)
-        return Copy(process, layout.addresses(blocks), layout.length, pages, into_engine)
-
-    async def copy(
-        self, transfer: Copy, is_stopped: Callable[[], bool]
-    ) -> NDArray[np.bool_]:
-        arrived = np.zeros(len(transfer.pages), np.bool_)
-        process = transfer.process
-        assert isinstance(process, FakeProcess)
-        for block, page in enumerate(transfer.pages.tolist()):
-            pause_s = self.rng.expovariate(1 / self.faults.copy_s_mean)
-            if self.rng.random() < self.faults.copy_stall_p:
-                pause_s += 60
-            await trio.sleep(pause_s)
-            if is_stopped():
-                break
-            if not process.alive:
-                raise EngineLostError("gone")
-            if self.rng.random() < self.faults.copy_fail_p:
-                break
-            at = page
-            for address, size in zip(
-                transfer.pieces[block].tolist(), transfer.lengths.tolist(), strict=True
-            ):
-                inside, outside = self.pool[at : at + size], process.view(address, size)
-                target, source = (outside, inside) if transfer.into_engine else (inside, outside)
-                target[:] = source
-                at += size
-                if not transfer.into_engine:
-                    await trio.sleep(pause_s / 4)  # a save can be torn by an overwrite
-            arrived[block] = True
-        return arrived
-
-    async def read_word(self, process: Process, address: int) -> int | None:
-        assert isinstance(process, FakeProcess)
-        return int(process.view(address, 8).view(np.uint64)[0]) if process.alive else None
-
-
-def content(model: str, rank: int, block_hash: bytes, size: int) -> NDArray[np.uint8]:
-    """What the engine computes for a block."""
-    seed = hashlib.blake2b(f"{model}/{rank}/".encode() + block_hash, digest_size=32).digest()
-    return np.resize(np.frombuffer(seed, np.uint8), size)
 
 
 class FakeEngine:
@@ -186,7 +89,7 @@ class FakeEngine:
         return self.sessions[-1]
 
     async def attach(self) -> None:
-        """Processes, sessions and registrations from nothing; the scheduler's session is the last."""
+        """Processes, sessions and registrations from nothing; the scheduler's session is last."""
         self.generation += 1
         service, layer_bytes = self.world.service, self.block_count * PIECE_BYTES
         arena = self.pieces * layer_bytes + 8 * FENCES
@@ -198,9 +101,8 @@ class FakeEngine:
         pieces = tuple(
             Piece(0, layer * layer_bytes, PIECE_BYTES, PIECE_BYTES) for layer in range(self.pieces)
         )
-        await service.declare(
-            self.sessions[-1], Declare(self.name, self.ranks, (("model", self.model), ("m", self.model)))
-        )
+        fields = (("model", self.model), ("m", self.model))
+        await service.declare(self.sessions[-1], Declare(self.name, self.ranks, fields))
         for rank in range(self.ranks):
             base = self.processes[rank].base
             await service.register(
@@ -245,7 +147,7 @@ class FakeEngine:
             for rank in range(self.ranks):
                 self.write(rank, blocks[at], content(self.model, rank, hashes[at], self.page_bytes))
         cuts = sorted({done, len(hashes), *(rng.randint(done, len(hashes)) for _ in range(2))})
-        for first, last in zip(cuts, cuts[1:], strict=False):
+        for first, last in pairwise(cuts):
             await self.save(request, first, words[first:last], blocks[first:last])
         if rng.random() >= world.faults.abandon_p:
             world.service.release(self.session(), [request])
@@ -347,13 +249,18 @@ class World:
         self.report = Report()
         self._pids = 100
         slab_bytes = 8 * 4096
-        limits = Limits(lease_s=20.0, fill_s=15.0, leases_max=64, chains_max=32)
         limits = Limits(
-            **{name: getattr(limits, name) for name in ("lease_s", "fill_s", "leases_max", "chains_max")},
+            lease_s=20.0,
+            fill_s=15.0,
+            leases_max=64,
+            chains_max=32,
             filling_fraction_many_ranks=0.5,
-        ) self.cache = Cache(slabs * slab_bytes, slab_bytes, entries_max=256, seed=seed,
-        limits=limits) self.memory = FakeMemory(slabs * slab_bytes, self.rng, faults) store =
-        Store(self.cache, Engines(16), trio.current_time) self.sessions = Sessions(store, 256, 10.0)
+        )
+        pool_bytes = slabs * slab_bytes
+        self.cache = Cache(pool_bytes, slab_bytes, entries_max=256, seed=seed, limits=limits)
+        self.memory = FakeMemory(pool_bytes, self.rng, faults)
+        store = Store(self.cache, Engines(16), trio.current_time)
+        self.sessions = Sessions(store, 256, 10.0)
         self.saving, self.loading = (
             Copying(name, self.memory, self.sessions, workers=2, queue_jobs_max=8)
             for name in ("save", "load")
@@ -366,7 +273,7 @@ class World:
         return self._pids
 
     def prompt(self, model: str) -> list[bytes]:
-        """A path in a small tree of chained hashes, shared by all engines; models share the hashes."""
+        """A path in a small tree of chained hashes that all engines and models share."""
         del model
         depth = self.rng.randint(1, 12)
         chain, parent = [], b"root"
@@ -382,9 +289,13 @@ class World:
 
     async def run(self, *, engines: int, requests: int) -> Report:
         async with trio.open_nursery() as back:
-            self.nursery = back await back.start(self.sessions.run) await
-            back.start(self.saving.run) await back.start(self.loading.run) await back.start(lambda
-            task_status: sweep(self.service.store, every_s=0.25, task_status=task_status))
+            self.nursery = back
+            await back.start(self.sessions.run)
+            await back.start(self.saving.run)
+            await back.start(self.loading.run)
+            await back.start(
+                lambda task_status: sweep(self.service.store, every_s=0.25, task_status=task_status)
+            )
             async with trio.open_nursery() as front:
                 for number in range(engines):
                     model, ranks, pieces = [("a", 1, 2), ("b", 2, 3), ("a", 1, 2)][number % 3]

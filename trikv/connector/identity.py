@@ -178,10 +178,12 @@ def _name_of_window(model_config: Any) -> str:  # noqa: ANN401
     return "no window" if getattr(model_config, "disable_sliding_window", False) else ""
 
 
-def _label(model_config: Any, weights: str) -> str:  # noqa: ANN401
-    """A name for people that does not depend on the folder."""
-    names = getattr(model_config.hf_config, "architectures", None) or ["model"]
-    return f"{names[0]} {weights.rpartition(':')[2][:12]}"
+def _label(model_config: Any) -> str:  # noqa: ANN401
+    """What people call the model; no part of the identity."""
+    name = getattr(model_config, "served_model_name", None) or model_config.model
+    if isinstance(name, list | tuple):
+        name = name[0]
+    return str(name).rstrip("/").rpartition("/")[2] or str(name)
 
 
 def _draft(vllm_config: Any, software: str, epoch: str) -> str:  # noqa: ANN401
@@ -219,7 +221,7 @@ def fields(
     backend = getattr(attention, "backend", None) or os.environ.get("VLLM_ATTENTION_BACKEND")
     layout = getattr(cache, "kv_cache_layout", None) or os.environ.get("VLLM_KV_CACHE_LAYOUT")
     return {
-        "label": _label(model, weights),
+        "label": _label(model),
         "model_config": _config_digest(model),
         "weights": weights,
         "weights_epoch": weights_epoch,

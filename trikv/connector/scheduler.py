@@ -335,6 +335,7 @@ class SchedulerHalf:
             track.saving[number] -= ranks
             if track.saving[number] <= 0:
                 del track.saving[number], self._savers[number]
+        self._release()
 
     def _note_failures(self, invalid: frozenset[int]) -> None:
         """Promise nothing again to requests whose loads have failed: they would ask for ever."""

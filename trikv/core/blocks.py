@@ -74,6 +74,12 @@ NEXT: Final[Mapping[tuple[State, Event], State]] = {
     (State.SEALED, Event.LAST_HOLD_ENDED): State.SEALED,
 }
 
+# What is compared with columns: numpy takes five times as long over an enum's member.
+ABSENT: Final = int(State.ABSENT)
+FILLING: Final = int(State.FILLING)
+DOOMED: Final = int(State.DOOMED)
+SEALED: Final = int(State.SEALED)
+
 
 class Blocks:
     """State columns of all entries; a row is one block.
@@ -103,8 +109,8 @@ class Blocks:
         self.pins = np.zeros(capacity, np.int32)
         self.generation = np.zeros(capacity, np.uint32)
         self.evictable = np.zeros(capacity, np.bool_)
-        self.counts = dict.fromkeys(State, 0)
-        self.counts[State.ABSENT] = capacity
+        self.counts = dict.fromkeys(map(int, State), 0)  # rows by state
+        self.counts[ABSENT] = capacity
         self._unused = _Rows(capacity)
 
     @property
@@ -126,8 +132,8 @@ class Blocks:
             The rows, ascending, one a slot; at most `unused_count` may be asked for.
         """
         entries = self._unused.take(len(slots))
-        self._expect(entries, State.ABSENT)
-        self._set_state(entries, State.FILLING)
+        self._expect(entries, ABSENT)
+        self._set_state(entries, FILLING)
         self.space[entries] = space
         self.slot[entries] = slots
         self.depth[entries] = depths
@@ -139,7 +145,7 @@ class Blocks:
 
     def claim(self, entries: Entries, rank: int) -> None:
         """A copy of `rank`'s pages begins; the rank must not have claimed them before."""
-        self._expect(entries, State.FILLING)
+        self._expect(entries, FILLING)
         bit = np.uint64(1 << rank)
         assert not bool((self.claimed[entries] & bit).any())
         self.claimed[entries] |= bit
@@ -152,11 +158,11 @@ class Blocks:
             (sealed, freed): rows that became visible, and doomed rows that nobody holds any more.
         """
         self._end_writes(entries)
-        doomed = entries[self.state[entries] == State.DOOMED]
-        live = entries[self.state[entries] == State.FILLING]
+        is_live = self.state[entries] == FILLING
+        doomed, live = entries[~is_live], entries[is_live]
         self.filled[live] |= np.uint64(1 << rank)
         sealed = live[self.filled[live] == self.wanted[live]]
-        self._set_state(sealed, State.SEALED)
+        self._set_state(sealed, SEALED)
         self.evictable[sealed] = self.pins[sealed] == 0
         return sealed, self._free_unheld(doomed)
 
@@ -167,8 +173,8 @@ class Blocks:
             (lost, freed): filling rows that must leave the index now, and rows that nobody holds.
         """
         self._end_writes(entries)
-        lost = entries[self.state[entries] == State.FILLING]
-        self._set_state(lost, State.DOOMED)
+        lost = entries[self.state[entries] == FILLING]
+        self._set_state(lost, DOOMED)
         return lost, self._free_unheld(entries)
 
     def drop(self, entries: Entries) -> Entries:
@@ -179,9 +185,9 @@ class Blocks:
             last writer or pin ends.
         """
         states = self.state[entries]
-        if not bool(((states == State.FILLING) | (states == State.SEALED)).all()):
+        if not bool(((states == FILLING) | (states == SEALED)).all()):
             raise IllegalEventError("only filling and sealed blocks can be dropped")
-        self._set_state(entries, State.DOOMED)
+        self._set_state(entries, DOOMED)
         self.evictable[entries] = False
         return self._free_unheld(entries)
 
@@ -193,7 +199,7 @@ class Blocks:
 
     def pin(self, entries: Entries) -> None:
         """One more reader of each sealed row."""
-        self._expect(entries, State.SEALED)
+        self._expect(entries, SEALED)
         self.pins[entries] += 1
         self.evictable[entries] = False
 
@@ -203,53 +209,56 @@ class Blocks:
         Returns:
             (evictable, freed): rows that became evictable again, and doomed rows that nobody holds.
         """
-        self.pins[entries] -= 1
-        assert not bool((self.pins[entries] < 0).any())
-        sealed = entries[(self.state[entries] == State.SEALED) & (self.pins[entries] == 0)]
-        self.evictable[sealed] = True
-        return sealed, self._free_unheld(entries[self.state[entries] == State.DOOMED])
+        pins = self.pins[entries] - 1
+        assert not bool((pins < 0).any())
+        self.pins[entries] = pins
+        is_sealed = self.state[entries] == SEALED
+        evictable: Entries = entries[is_sealed & (pins == 0)]
+        self.evictable[evictable] = True
+        return evictable, self._free_unheld(entries[~is_sealed])
 
     def check(self) -> None:
         """Invariants, for tests; costs a scan of all rows."""
         state = self.state
-        assert bool(((self.claimed & self.filled) == self.filled)[state == State.FILLING].all())
-        assert bool((self.filled == self.wanted)[state == State.SEALED].all())
-        assert bool((self.writers == 0)[(state == State.SEALED) | (state == State.ABSENT)].all())
-        assert bool((self.pins == 0)[(state == State.FILLING) | (state == State.ABSENT)].all())
-        assert bool((self.writers + self.pins > 0)[state == State.DOOMED].all())
-        assert bool((self.evictable == ((state == State.SEALED) & (self.pins == 0))).all())
+        assert bool(((self.claimed & self.filled) == self.filled)[state == FILLING].all())
+        assert bool((self.filled == self.wanted)[state == SEALED].all())
+        assert bool((self.writers == 0)[(state == SEALED) | (state == ABSENT)].all())
+        assert bool((self.pins == 0)[(state == FILLING) | (state == ABSENT)].all())
+        assert bool((self.writers + self.pins > 0)[state == DOOMED].all())
+        assert bool((self.evictable == ((state == SEALED) & (self.pins == 0))).all())
         for one in State:
             assert self.counts[one] == int((state == one).sum())
-        assert self.unused_count == self.counts[State.ABSENT]
+        assert self.unused_count == self.counts[ABSENT]
 
     def _end_writes(self, entries: Entries) -> None:
         self.writers[entries] -= 1
         assert not bool((self.writers[entries] < 0).any())
 
     def _free_unheld(self, entries: Entries) -> Entries:
+        if len(entries) == 0:
+            return entries
         held = (self.writers[entries] > 0) | (self.pins[entries] > 0)
-        free: Entries = entries[~held & (self.state[entries] == State.DOOMED)]
+        free: Entries = entries[~held & (self.state[entries] == DOOMED)]
         self._retire(free)
         return free
 
     def _retire(self, entries: Entries) -> None:
-        self._set_state(entries, State.ABSENT)
+        self._set_state(entries, ABSENT)
         self.evictable[entries] = False
         self._unused.give_back(entries)
 
-    def _set_state(self, entries: Entries, state: State) -> None:
+    def _set_state(self, entries: Entries, state: int) -> None:
         if len(entries) == 0:
             return
         for value, count in enumerate(np.bincount(self.state[entries], minlength=4).tolist()):
-            self.counts[State(value)] -= count
+            self.counts[value] -= count
         self.state[entries] = state
         self.counts[state] += len(entries)
 
-    def _expect(self, entries: Entries, state: State) -> None:
+    def _expect(self, entries: Entries, state: int) -> None:
         if not bool((self.state[entries] == state).all()):
-            raise IllegalEventError(
-                f"expected only {state.name} blocks, found {set(self.state[entries].tolist())}"
-            )
+            found = set(self.state[entries].tolist())
+            raise IllegalEventError(f"expected only {State(state).name} blocks, found {found}")
 
 
 def _mask(rank_count: int) -> np.uint64:
@@ -258,7 +267,7 @@ def _mask(rank_count: int) -> np.uint64:
 
 
 class _Rows:
-    """A stack of unused row numbers: fresh ones by counting up, returned ones last in, first out."""
+    """A stack of unused row numbers: fresh ones counting up, returned ones last in, first out."""
 
     def __init__(self, capacity: int) -> None:
         self._stack = np.empty(capacity, np.int32)

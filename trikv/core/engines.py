@@ -153,7 +153,7 @@ class Engines:
             for rank in lost:
                 del instance.ranks[rank]
             if was_scheduler:
-                instance.declared_by = None
+                instance.declared_by, instance.rank_count, instance.fields = None, 0, ()
             if instance.is_abandoned():
                 del self.by_name[instance.name]
             if was_scheduler or instance.is_abandoned():

@@ -331,12 +331,13 @@ class LeafFirstLru:
     def _first_returned(self) -> int:
         """The returned entry whose turn is next; drops stale ones before it."""
         while True:
-            _, turns, entries = heapq.heappop(self._runs)
+            _, turns, entries = self._runs[0]
             live = self._turn[entries] == -turns
             first = int(live.argmax())
-            if live[first]:
-                self._push_rest(turns, entries, first)
-                return entries.item(first)
+            if live[0]:
+                return entries.item(0)
+            heapq.heappop(self._runs)  # what is left of it may not be the first any more
+            self._push_rest(turns, entries, first if live[first] else len(turns))
 
     def _take_returned(self, missing: int, evictable: Bools) -> Rows:
         _, turns, entries = heapq.heappop(self._runs)

@@ -30,6 +30,12 @@ class Lease:
     ranks_left: int  # bit r: rank r has not loaded yet
     deadline_s: float
     block_bytes: int
+    ranks_all: int
+
+    @property
+    def is_whole(self) -> bool:
+        """True while no rank has loaded from it."""
+        return self.ranks_left == self.ranks_all
 
 
 @dataclass(slots=True)
@@ -50,11 +56,15 @@ class Leases:
     _deadlines: list[tuple[float, LeaseId]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
-    def room(self, block_bytes: int) -> int:
-        """How many blocks of this size may be promised now."""
-        if len(self.active) >= self.leases_max:
+    def room(self, block_bytes: int, *, instead_of: Lease | None = None) -> int:
+        """How many blocks of this size may be promised now, or once `instead_of` has ended."""
+        count, held = len(self.active), self.pinned_bytes
+        if instead_of is not None:
+            count -= 1
+            held -= instead_of.block_bytes * len(instead_of.entries)
+        if count >= self.leases_max:
             return 0
-        return max(0, self.pinned_bytes_max - self.pinned_bytes) // block_bytes
+        return max(0, self.pinned_bytes_max - held) // block_bytes
 
     def of_request(self, instance: InstanceName, request: RequestId) -> Lease | None:
         """The active lease of a request, if it has one."""
@@ -89,15 +99,9 @@ class Leases:
         if len(entries) > self.room(block_bytes):
             raise OverloadedError("no more leases or leased bytes are allowed")
         lease_id = LeaseId(next(self._numbers))
-        lease = Lease(
-            lease_id,
-            instance,
-            request,
-            entries,
-            (1 << rank_count) - 1,
-            now_s + self.ttl_s,
-            block_bytes,
-        )
+        ranks = (1 << rank_count) - 1
+        deadline_s = now_s + self.ttl_s
+        lease = Lease(lease_id, instance, request, entries, ranks, deadline_s, block_bytes, ranks)
         self.active[lease_id] = lease
         self._by_request[instance, request] = lease_id
         self.pinned_bytes += block_bytes * len(entries)

@@ -26,7 +26,7 @@ class AddressError(Exception):
 def bind(given: str | None, environ: Mapping[str, str]) -> Iterator[tuple[Address, socket.socket]]:
     """Listen on the given address, or on the first usual one that can be used.
 
-    The socket file and its lock are removed at the end.
+    The socket file is removed at the end; its lock file stays, for whoever comes next.
 
     Raises:
         AddressError: it is taken, cannot be made, or would be open to other machines.

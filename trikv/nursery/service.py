@@ -36,7 +36,7 @@ class Service:
         return self.sessions.open(process, software)
 
     async def declare(self, session: Session, call: Declare) -> Named:
-        """A scheduler says what its engine is; waits for the end of a session that this replaces."""
+        """A scheduler says what its engine is; waits for the end of a session it replaces."""
         self._speak_for(session, call.instance)
         await self.sessions.supersede(session, call.instance, None)
         self.sessions.use(session)
@@ -45,7 +45,7 @@ class Service:
         return named
 
     async def register(self, session: Session, call: Register) -> Named:
-        """A rank says where its blocks lie; waits for the end of a session that this replaces."""
+        """A rank says where its blocks lie; waits for the end of a session it replaces."""
         self._speak_for(session, call.instance)
         if session.process is None:
             raise ForbiddenError("process memory can be registered over the unix socket only")

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.cache import Cache, Hit, Key, LoadPlan, SavePlan
+from trikv.core.cache import Cache
 from trikv.core.calls import Declare, Load, Named, Query, Register, Save
 from trikv.core.engines import Engines, Instance
 from trikv.core.errors import BadRequestError, KvError, LeaseLostError
 from trikv.core.layout import GroupLayout
 from trikv.core.namespace import NAMESPACES_MAX, Namespace
+from trikv.core.plans import Hit, Key, LoadPlan, SavePlan
 from trikv.core.words import InstanceName, RequestId, SessionId, SpaceId
 
 
@@ -37,10 +38,14 @@ class Store:
             KvError: refused; the session has said nothing.
         """
         self._make_room_for_namespace()
-        instance = self.engines.declare(
-            session, call.instance, rank_count=call.rank_count, fields=call.fields
-        )
-        return self._named(session, instance, ())
+        try:
+            instance = self.engines.declare(
+                session, call.instance, rank_count=call.rank_count, fields=call.fields
+            )
+            return self._named(session, instance, ())
+        except KvError:
+            self._release_if_silent(call.instance)
+            raise
 
     def register(self, session: SessionId, call: Register) -> Named:
         """A rank says where its blocks lie.
@@ -52,8 +57,12 @@ class Store:
         groups = tuple(
             GroupLayout(call.ranges, one.pieces, one.block_count, one.layout) for one in call.groups
         )
-        instance = self.engines.register(session, call.instance, call.rank, groups)
-        return self._named(session, instance, tuple(group.page_bytes for group in groups))
+        try:
+            instance = self.engines.register(session, call.instance, call.rank, groups)
+            return self._named(session, instance, tuple(group.page_bytes for group in groups))
+        except KvError:
+            self._release_if_silent(call.instance)
+            raise
 
     def _named(self, session: SessionId, instance: Instance, page_bytes: tuple[int, ...]) -> Named:
         namespace = instance.namespace
@@ -63,6 +72,7 @@ class Store:
             self._open_spaces(namespace)
         except KvError:
             self.session_lost(session)
+            self._forget_namespace(namespace)
             raise
         notes = self.engines.namespaces.notes(namespace)
         return Named(namespace.fingerprint.hex(), page_bytes, tuple(notes))
@@ -71,17 +81,27 @@ class Store:
         for space, page_bytes in zip(namespace.spaces, namespace.pages, strict=True):
             self.cache.open_space(space, page_bytes)
 
+    def _forget_namespace(self, namespace: Namespace) -> None:
+        """Drop a namespace that has neither engines nor blocks."""
+        self.engines.namespaces.forget(namespace)
+        for space in namespace.spaces:
+            self.cache.close_space(space)
+
+    def _release_if_silent(self, name: InstanceName) -> None:
+        """End the leases of an instance whose scheduler's word was just lost by a refusal."""
+        instance = self.engines.by_name.get(name)
+        if instance is None or instance.declared_by is None:
+            self.cache.release_instance(name)
+
     def _make_room_for_namespace(self) -> None:
         """At the bound, forget namespaces that have neither engines nor blocks."""
         namespaces = self.engines.namespaces
         if len(namespaces.by_fingerprint) < NAMESPACES_MAX:
             return
-        resident = self.cache.blocks_by_space()
+        in_use = self.cache.spaces_in_use()
         for namespace in list(namespaces.by_fingerprint.values()):
-            if namespace.instances == 0 and not any(
-                space in resident for space in namespace.spaces
-            ):
-                namespaces.forget(namespace)
+            if namespace.instances == 0 and not any(space in in_use for space in namespace.spaces):
+                self._forget_namespace(namespace)
 
     def session_lost(self, session: SessionId) -> None:
         """Forget everything a session said; its copies must have ended."""

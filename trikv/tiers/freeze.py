@@ -1,10 +1,11 @@
 """The end of a daemon that is frozen while it may still write into an engine.
 
-Decided here: how an engine can be sure that a load is over although nobody answers. A process that is
-stopped (SIGSTOP, a frozen container) between two system calls would go on writing whenever it is continued,
-into memory that its engine has long given to something else. So each load arms a kernel timer before each
-step; if the step is not over in time, the kernel ends the whole process with SIGKILL, also while it is
-stopped. The engine sees the death and computes. This file does not know what is copied.
+Decided here: how an engine can be sure that a load is over although nobody answers. A process that
+is stopped (SIGSTOP, a frozen container) between two system calls would go on writing whenever it is
+continued, into memory that its engine has long given to something else. So each load arms a kernel
+timer before each step; if the step is not over in time, the kernel ends the whole process with
+SIGKILL, also while it is stopped. The engine sees the death and computes. This file does not know
+what is copied.
 """
 
 import ctypes

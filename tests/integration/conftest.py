@@ -1,0 +1,22 @@
+"""One daemon for all tests of a file that do not end it."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import Start
+from tests.integration.daemons import RunningDaemon, start_daemon, status
+
+
+@pytest.fixture(scope="module")
+def daemon(
+    start_shared: Start, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningDaemon]:
+    """It must still be there at the end."""
+    folder = tmp_path_factory.mktemp("engines")
+    running = start_daemon(start_shared, folder, "--heartbeat-seconds", "3", "--fill-seconds", "5")
+    yield running
+    facts = asyncio.run(status(running.address))
+    assert facts["state"] == "serving"
+    assert running.end() == 0

@@ -1,0 +1,63 @@
+"""What the cache is asked about and what it answers, as records.
+
+Decided here: nothing; `Cache` makes them, and whoever copies hands the plans back.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trikv.core.chains import Chain
+from trikv.core.leases import Lease
+from trikv.core.words import Entries, InstanceName, Offsets, RequestId, ShapeId, SpaceId, TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Who calls about what: an instance's request in one space."""
+
+    instance: InstanceName
+    request: RequestId
+    space: SpaceId
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceFacts:
+    """How blocks of a space lie in the pool."""
+
+    shape: ShapeId
+    rank_count: int
+    block_bytes: int  # of the pool: all ranks' pages with their padding
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """Answer to a query."""
+
+    count: int
+    lease: Lease | None
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """A copy from an engine's memory into pages that are claimed for it until `complete_save`."""
+
+    transfer: TransferId
+    key: Key
+    rank: int
+    positions: NDArray[np.int64]  # which blocks of the message are to be copied
+    entries: Entries
+    offsets: Offsets
+    present_count: int
+    refused_count: int
+    chain: Chain  # the request's, kept for the touch at the end even when the request ends before
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """A copy of pinned pages into an engine's memory; the pins end with `complete_load`."""
+
+    transfer: TransferId
+    entries: Entries
+    offsets: Offsets

@@ -1,0 +1,133 @@
+"""Room in the pool: which blocks go when another wants their place, and what goes with them.
+
+Decided here: the order of recency across calls, when a shape takes a whole slab from another, and
+that pages, row and key of a block go together. This file does not know spaces, leases, requests or
+who asks; what may not go now is pinned in the columns.
+"""
+
+import itertools
+
+import numpy as np
+
+from trikv.core.blocks import Blocks
+from trikv.core.counters import Counters
+from trikv.core.eviction import LeafFirstLru
+from trikv.core.index import Index
+from trikv.core.pages import Pages
+from trikv.core.words import Entries, ShapeId, Stamp
+
+
+class Room:
+    """The pages and rows of one pool, and the order in which each shape's blocks give theirs up.
+
+    Attributes:
+        recency: int64[entry], the stamp of the last touch, -1 without one.
+        orders: a shape's blocks, those to evict first in front; sealed blocks only.
+    """
+
+    def __init__(self, pages: Pages, blocks: Blocks, index: Index, counters: Counters) -> None:
+        self.recency = np.full(blocks.capacity, -1, np.int64)
+        self.orders: dict[ShapeId, LeafFirstLru] = {}
+        self._seen_at = np.zeros(blocks.capacity, np.int32)  # scratch of `touch`
+        self._pages = pages
+        self._blocks = blocks
+        self._index = index
+        self._counters = counters
+        self._stamps = itertools.count(1)
+
+    def open(self, shape: ShapeId) -> None:
+        """Make a shape known; the same shape may be opened again."""
+        self.orders.setdefault(shape, LeafFirstLru(self.recency))
+
+    def count(self, shape: ShapeId) -> int:
+        """How many blocks of a shape fit without evicting any."""
+        return min(self._pages.free_count(shape), self._blocks.unused_count)
+
+    def make(self, shape: ShapeId, count: int, *, batch: int) -> None:
+        """Evict until `count` blocks of a shape fit, or nothing more can be evicted.
+
+        A whole slab of another shape goes first when all its blocks are colder than ours: so a pool
+        full of one model gives another model its space, and not the other way round.
+
+        Args:
+            shape: whose blocks want room.
+            count: of blocks, those that fit already included.
+            batch: blocks evicted at once at least, where there are so many.
+        """
+        order = self.orders[shape]
+        while (missing := count - self.count(shape)) > 0:
+            coldest = order.coldest()
+            if self._reclaim_slab(shape, colder_than=coldest):
+                continue
+            victims = order.victims(max(missing, batch), self._blocks.evictable)
+            if (
+                len(victims) == 0
+                and not self._reclaim_slab(shape, colder_than=None)
+                and not self._evict_any(shape, batch)
+            ):
+                return
+            self._evict(victims)
+
+    def free(self, entries: Entries) -> None:
+        """Give back the pages of rows that have become absent."""
+        if len(entries):
+            self._pages.free(self._blocks.slot[entries])
+
+    def unpin(self, entries: Entries) -> None:
+        """One reader less of each row, all of one shape: it may be evictable again, or be free."""
+        evictable, freed = self._blocks.unpin(entries)
+        self.free(freed)
+        if len(evictable):
+            slabs = self._pages.slab_of(self._blocks.slot[evictable[:1]])
+            self._order_of_slab(slabs.item()).unpark(evictable)
+
+    def touch(self, shape: ShapeId, entries: Entries) -> None:
+        """Sealed blocks, root first, were used or are new: they are the last to go.
+
+        An engine may name a block twice in one request; it counts where it stands last.
+        """
+        places = np.arange(len(entries), dtype=np.int32)
+        self._seen_at[entries] = places
+        is_last = self._seen_at[entries] == places
+        if not bool(is_last.all()):
+            entries = entries[is_last]
+        if len(entries):
+            stamp = Stamp(next(self._stamps))
+            self.orders[shape].touch(entries, stamp)
+            self._pages.used(self._blocks.slot[entries], stamp)
+
+    def _reclaim_slab(self, shape: ShapeId, *, colder_than: int | None) -> bool:
+        """Evict the coldest slab of another shape that nobody holds; False if there is none."""
+        for slab in self._pages.slabs_of_other_shapes(shape).tolist():
+            if colder_than is not None and self._pages.newest_use[slab] >= colder_than:
+                return False
+            entries = self._pages.entries_in_slab(slab)
+            if bool(self._blocks.evictable[entries].all()):
+                self._order_of_slab(slab).forget(entries)
+                self._evict(entries)
+                self._counters.reclaimed_slabs_total += 1
+                return True
+        return False
+
+    def _evict_any(self, shape: ShapeId, batch: int) -> bool:
+        """When rows, not pages, are short: evict from the other shapes' orders."""
+        if self._blocks.unused_count > 0:
+            return False
+        for other, order in self.orders.items():
+            if other != shape:
+                victims = order.victims(batch, self._blocks.evictable)
+                if len(victims):
+                    self._evict(victims)
+                    return True
+        return False
+
+    def _order_of_slab(self, slab: int) -> LeafFirstLru:
+        return self.orders[self._pages.shape_of_slab(slab)]
+
+    def _evict(self, victims: Entries) -> None:
+        if len(victims) == 0:
+            return
+        self._index.remove(victims)
+        self._blocks.evict(victims)
+        self.free(victims)
+        self._counters.evicted_blocks_total += len(victims)
