@@ -3,9 +3,12 @@
 import contextlib
 import ctypes
 import hashlib
+import json
 import logging
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -13,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +54,23 @@ def daemon(*arguments: str) -> Iterator[str]:
         finally:
             child.terminate()
             child.wait(30)
+
+
+def status(address: str) -> dict[str, Any]:
+    """What `trikv status --json` says."""
+    command = [sys.executable, "-m", "trikv.cli.main", "status", "--json", "--addr", address]
+    facts: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=-1).stdout)
+    return facts
+
+
+def pid_of(address: str) -> int:
+    """The daemon's process, from the socket's other end."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(address.removeprefix("unix:"))
+        size = struct.calcsize("3i")
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    pid, _, _ = struct.unpack("3i", credentials)
+    return int(pid)
 
 
 def hashes(name: str, count: int) -> bytes:

@@ -244,6 +244,7 @@ struct Status {
   namespaces @5 :List(NamespaceStatus);
   engines @6 :List(EngineStatus);
   counters @7 :List(Counter);       # monotonic since start; names as in docs/metrics.md
+  stallSeconds @8 :Float32;         # longest processor time of the main thread between two turns of its loop
 }
 
 struct PoolStatus {

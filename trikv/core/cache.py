@@ -230,9 +230,9 @@ class Cache:
         chain = self.chains.of(key.instance, key.request, key.space)
         entries = self.index.find(key.space, words)
         absent = np.flatnonzero(entries < 0)
-        present = entries[entries >= 0]
+        at_hand = entries[entries >= 0]
         reserved = self._reserve(
-            key.space, facts, chain, present, words[absent], absent + first, now_s=now_s
+            key.space, facts, chain, at_hand, words[absent], absent + first, now_s=now_s
         )
         entries[absent[: len(reserved)]] = reserved
         known = np.flatnonzero(entries >= 0)
@@ -315,7 +315,7 @@ class Cache:
         space: SpaceId,
         facts: SpaceFacts,
         chain: Chain,
-        present: Entries,
+        at_hand: Entries,
         words: Words,
         depths: NDArray[np.int64],
         *,
@@ -331,7 +331,7 @@ class Cache:
         if count > self._room.count(facts.shape):
             # A block whose own ancestors would have to go for it is not worth its place; and rows
             # that were found for this message must not become others'.
-            found = present[self.blocks.state[present] == SEALED]
+            found = at_hand[self.blocks.state[at_hand] == SEALED]
             kin = np.unique(np.concatenate((self._live(chain), found)))
             self.blocks.pin(kin)
             self._room.make(facts.shape, count, batch=EVICT_BATCH)

@@ -6,6 +6,7 @@ connections, calls drained until a deadline, copies ended, connections closed, m
 
 import asyncio
 import contextlib
+import gc
 import os
 import secrets
 import signal
@@ -165,6 +166,9 @@ async def host(daemon: Daemon) -> None:
             connections_max=8 * settings.max_engines + 64,
         )
         async with capnp.kj_loop():
+            gc.collect()
+            gc.freeze()  # what is loaded now stays: full collections need not walk it
+            daemon.facts.ticks.start()
             accepting = asyncio.create_task(listener.run(listening))
             stopped = asyncio.create_task(stop.wait())
             pages = daemon.service.store.cache.pages

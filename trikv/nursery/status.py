@@ -4,12 +4,13 @@ Decided here: what `status` says, in the schema's names. Costs one scan of the b
 changes nothing.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trikv import __version__
 from trikv.core.blocks import State
 from trikv.nursery.service import Service
+from trikv.nursery.ticks import Ticks
 
 
 @dataclass(slots=True)
@@ -20,6 +21,7 @@ class Facts:
     started_s: float
     backing: str
     state: str = "serving"
+    ticks: Ticks = field(default_factory=Ticks)
 
 
 def write_status(status: Any, service: Service, facts: Facts) -> None:
@@ -28,6 +30,7 @@ def write_status(status: Any, service: Service, facts: Facts) -> None:
     status.epoch = facts.epoch
     status.uptimeSeconds = service.store.now_s() - facts.started_s
     status.state = facts.state
+    status.stallSeconds = facts.ticks.longest_s
     _write_pool(status.init("pool"), service, facts)
     _write_namespaces(status, service)
     _write_engines(status, service)
