@@ -1,6 +1,7 @@
 """Daemons for the connector's tests: the fake one with its knobs, and the real one.
 
-Not `tests/integration/daemons.py`: this file is imported by processes that run another vLLM, without pytest.
+Not `tests/integration/daemons.py`: this file is imported by processes that run another vLLM,
+without pytest.
 """
 
 import ctypes
@@ -40,8 +41,13 @@ class FakeDaemon:
 
     def start(self) -> None:
         self.child = subprocess.Popen(
-            self.command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-            env=clean_environ(), preexec_fn=die_with_parent,  # noqa: PLW1509  # one system call
+            self.command(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=clean_environ(),
+            preexec_fn=die_with_parent,  # noqa: PLW1509  # one system call
         )
         self.wait_ready()
 
@@ -88,8 +94,15 @@ class RealDaemon(FakeDaemon):
 
     def command(self) -> list[str]:
         return [
-            sys.executable, "-m", "trikv.nursery.serve",
-            "--addr", self.address, "--pool-size", "64mb", "--log-level", "error",
+            sys.executable,
+            "-m",
+            "trikv.nursery.serve",
+            "--addr",
+            self.address,
+            "--pool-size",
+            "64mb",
+            "--log-level",
+            "error",
         ]
 
     def wait_ready(self) -> None:
@@ -104,9 +117,13 @@ class RealDaemon(FakeDaemon):
     def counts(self) -> dict[str, int]:
         """The real daemon's counters under the fake one's names."""
         done = subprocess.run(
-            [sys.executable, "-m", "trikv.cli.main", "status", "--json"], cwd=ROOT,
-            env=clean_environ() | {"TRIKV_SOCKET": str(self.path)}, capture_output=True, text=True,
-            timeout=60, check=True,
+            [sys.executable, "-m", "trikv.cli.main", "status", "--json"],
+            cwd=ROOT,
+            env=clean_environ() | {"TRIKV_SOCKET": str(self.path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
         )
         status = json.loads(done.stdout)
         counters = status["counters"]

@@ -1,9 +1,9 @@
-"""vLLM's real scheduler, block pool and connector factory in one process, with no model and no engine.
+"""vLLM's real scheduler, block pool and factory in one process, with no model and no engine.
 
-`Rig` makes both connector roles and plays the model runner by hand. Its "model" is honest about what a
-cache may break: the value written for a token depends on all tokens before it, each forward pass first
-checks every byte that it would read, and the next token is drawn from those bytes. So a wrong, missing or
-late block shows as `wrong` or as another output, wherever it comes from.
+`Rig` makes both connector roles and plays the model runner by hand. Its "model" is honest about
+what a cache may break: the value written for a token depends on all tokens before it, each forward
+pass first checks every byte that it would read, and the next token is drawn from those bytes. So a
+wrong, missing or late block shows as `wrong` or as another output, wherever it comes from.
 
 Runs in a process of its own, with the files of one vLLM version first on PYTHONPATH.
 """
@@ -56,13 +56,22 @@ class Rig:
             kv_role="kv_both",
             # Patient, for a machine that is busy with other tests.
             kv_connector_extra_config={
-                "trikv.address": address, "trikv.query_timeout_ms": 10_000, **(extra or {})
+                "trikv.address": address,
+                "trikv.query_timeout_ms": 10_000,
+                **(extra or {}),
             },
         )
         self.config = EngineArgs(
-            model=model, dtype="float32", max_model_len=1024, block_size=BLOCK, enforce_eager=True,
-            max_num_batched_tokens=512, max_num_seqs=16, skip_tokenizer_init=True,
-            async_scheduling=overlaps, kv_transfer_config=transfer,
+            model=model,
+            dtype="float32",
+            max_model_len=1024,
+            block_size=BLOCK,
+            enforce_eager=True,
+            max_num_batched_tokens=512,
+            max_num_seqs=16,
+            skip_tokenizer_init=True,
+            async_scheduling=overlaps,
+            kv_transfer_config=transfer,
         ).create_engine_config()
         self.config.cache_config.num_gpu_blocks = blocks
         self.config.cache_config.block_size = BLOCK
@@ -70,7 +79,8 @@ class Rig:
             block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32
         )
         self.kv_config = kv_config = KVCacheConfig(
-            num_blocks=blocks, kv_cache_tensors=[],
+            num_blocks=blocks,
+            kv_cache_tensors=[],
             kv_cache_groups=[KVCacheGroupSpec(LAYER_NAMES, spec)],
         )
         # The engine that starts after another one finds garbage, not zeros, in its memory.
@@ -83,8 +93,12 @@ class Rig:
         self.worker.register_kv_caches(self.kv)
         function = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         self.scheduler = (AsyncScheduler if overlaps else Scheduler)(
-            self.config, kv_config, StructuredOutputManager(self.config), BLOCK,
-            hash_block_size=BLOCK, log_stats=True,
+            self.config,
+            kv_config,
+            StructuredOutputManager(self.config),
+            BLOCK,
+            hash_block_size=BLOCK,
+            log_stats=True,
         )
         init_none_hash(function)
         self.hasher = get_request_block_hasher(BLOCK, function)
@@ -122,7 +136,7 @@ class Rig:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> Any:
-        """One step; with `overlaps` its outcome is told to the scheduler after the next one began."""
+        """One step; with `overlaps` its outcome is told after the next one has begun."""
         planned = self.scheduler.schedule()
         self.ahead.append((planned, self.execute(planned)))
         self.steps += 1
@@ -151,8 +165,10 @@ class Rig:
         worker.clear_connector_metadata()
         names = list(planned.num_scheduled_tokens)
         return ModelRunnerOutput(
-            req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)},
-            sampled_token_ids=[sampled[name] for name in names], kv_connector_output=output,
+            req_ids=names,
+            req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=[sampled[name] for name in names],
+            kv_connector_output=output,
         )
 
     def collect(self, worker: Any, planned: Any, output: Any) -> None:

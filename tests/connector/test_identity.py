@@ -1,4 +1,4 @@
-"""Weights are told apart by what they are, not by where they are; and so is all else that matters."""
+"""Weights are told apart by what they are, not by where; and so is all else that matters."""
 
 import json
 import os
@@ -123,8 +123,14 @@ def config(folder: Path, **changes: Any) -> Any:
     hf_config = SimpleNamespace(to_dict=lambda: dict(changes.get("hf", CONFIG)), _commit_hash=None)
     found = SimpleNamespace(
         model_config=SimpleNamespace(
-            model=str(folder), hf_config=hf_config, dtype="torch.float32", seed=0,
-            quantization=None, max_model_len=1024, revision=None, served_model_name="mine",
+            model=str(folder),
+            hf_config=hf_config,
+            dtype="torch.float32",
+            seed=0,
+            quantization=None,
+            max_model_len=1024,
+            revision=None,
+            served_model_name="mine",
         ),
         cache_config=SimpleNamespace(
             cache_dtype="auto", block_size=16, prefix_caching_hash_algo="sha256"

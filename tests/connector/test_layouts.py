@@ -1,4 +1,4 @@
-"""Address arithmetic against torch: the bytes that pieces name are the block's bytes in the tensor."""
+"""Address arithmetic against torch: the bytes that pieces name are the block's in the tensor."""
 
 import ctypes
 import itertools
@@ -22,7 +22,7 @@ def filled(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def apart(order: str) -> Callable[[], Tensors]:
-    """K and V in a dimension of their own, blocks first or second; `order` names physical dimensions."""
+    """K and V in a dimension of their own; `order` names the physical dimensions."""
     extents = {"b": B, "2": 2, "n": N, "h": H, "d": D}
 
     def make() -> Tensors:
@@ -70,7 +70,9 @@ def padded_tokens() -> Tensors:
 
 def offset_in_storage() -> Tensors:
     storage = torch.empty(4096)
-    return {"l0": filled(torch.as_strided(storage, (2, B, N, H, D), (B * 96, 96, 24, 8, 1), 100), 0)}
+    return {
+        "l0": filled(torch.as_strided(storage, (2, B, N, H, D), (B * 96, 96, 24, 8, 1), 100), 0)
+    }
 
 
 LAYOUTS: dict[str, tuple[Callable[[], Tensors], int, int]] = {
@@ -110,9 +112,13 @@ def gathered(plan: Plan, block: int) -> bytes:
 
 def raw(tensor: torch.Tensor) -> bytes:
     """The elements' bytes, first to last; numpy knows no bfloat16."""
-    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.flatten()).view(
-        torch.uint8
-    ).numpy().tobytes()
+    return (
+        torch.empty(tensor.numel(), dtype=tensor.dtype)
+        .copy_(tensor.flatten())
+        .view(torch.uint8)
+        .numpy()
+        .tobytes()
+    )
 
 
 def reference(tensors: Tensors, block: int, where: int) -> bytes:
@@ -145,7 +151,7 @@ def test_pieces_stay_in_their_memory_and_blocks_apart(name: str) -> None:
     seen: set[tuple[int, int]] = set()
     for piece, block in itertools.product(plan.pieces, range(B)):
         begin = piece.offset + block * piece.stride
-        assert 0 <= begin
+        assert begin >= 0
         assert begin + piece.size_bytes <= plan.memories[piece.memory].size_bytes
         bytes_here = {(piece.memory, at) for at in range(begin, begin + piece.size_bytes)}
         assert not seen & bytes_here
@@ -213,8 +219,13 @@ def test_shared_and_repeated_tensors_count_once() -> None:
 
 def test_pages_of_other_layouts_have_other_names() -> None:
     texts = {}
-    for name in ("2BNHD flash attention 0.20", "2BHND cpu 0.20", "BHN2D logical HND",
-                 "BHN2D logical NHD", "MLA"):
+    for name in (
+        "2BNHD flash attention 0.20",
+        "2BHND cpu 0.20",
+        "BHN2D logical HND",
+        "BHN2D logical NHD",
+        "MLA",
+    ):
         tensors = LAYOUTS[name][0]()
         texts[name] = pieces(tensors, B, page_bytes(tensors)).layout
     assert len(set(texts.values())) == len(texts)

@@ -1,4 +1,4 @@
-"""The connector on vLLM's real schedulers: one process a vLLM version runs all scenarios, see world.py.
+"""The connector on vLLM's real schedulers: one process a version runs all scenarios.
 
 Also the installed version against the real daemon, for the scenarios that need no planted fault.
 """
@@ -28,7 +28,8 @@ RUNS = {  # name: vLLM version (empty: the installed one) and kind of daemon
 }
 TEXTS = "\n".join((HERE / f"{name}.py").read_text() for name in ("flows", "faults"))
 BODIES = {
-    match[1]: match[0] for match in re.finditer(r"@scenario\ndef (\w+).*?(?=\n@|\ndef |\Z)", TEXTS, re.S)
+    match[1]: match[0]
+    for match in re.finditer(r"@scenario\ndef (\w+).*?(?=\n@|\ndef |\Z)", TEXTS, re.S)
 }
 CASES = [
     (run, name)
@@ -68,11 +69,21 @@ def runs(start_shared: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         names = [scenario for run, scenario in CASES if run == name]
         with errors.open("w") as sink:
             child = start_shared(
-                [sys.executable, "-m", "tests.connector.world", str(folder / "model"), kind, *names],
-                stdout=subprocess.PIPE, stderr=sink, cwd=ROOT, env=environ(version, folder),
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.connector.world",
+                    str(folder / "model"),
+                    kind,
+                    *names,
+                ],
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                cwd=ROOT,
+                env=environ(version, folder),
             )
         found[name] = Run(child, errors)
-    yield found
+    return found
 
 
 def environ(version: str, folder: Path) -> dict[str, str]:
@@ -84,7 +95,9 @@ def environ(version: str, folder: Path) -> dict[str, str]:
         paths.insert(0, str(SOURCES / version))
     try:
         importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:  # without "cpu" in its version no platform is found
+    except (
+        importlib.metadata.PackageNotFoundError
+    ):  # without "cpu" in its version no platform is found
         alias = folder / "alias" / "vllm-0+cpu.dist-info"
         alias.mkdir(parents=True, exist_ok=True)
         (alias / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0+cpu\n")
@@ -109,5 +122,4 @@ def test_scenarios_are_found() -> None:
 @pytest.mark.parametrize(("run", "name"), CASES)
 def test_scenario(runs: dict[str, Run], run: str, name: str) -> None:
     result = runs[run].result(name)
-    print(run, name, result.get("facts"), f"{result['seconds']} s")
     assert result["ok"], result["error"]

@@ -1,4 +1,4 @@
-"""A model folder of a few kilobytes: a configuration that vLLM accepts, and weights to be told apart by."""
+"""A model folder of a few kilobytes: a configuration that vLLM accepts, and some weights."""
 
 import json
 from pathlib import Path

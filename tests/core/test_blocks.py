@@ -344,6 +344,18 @@ def test_pins_nest() -> None:
     assert evictable.tolist() == [0]
 
 
+def test_a_pinned_block_is_not_evicted_and_none_goes_with_it() -> None:
+    blocks, entries = sealed_blocks(3)
+    blocks.pin(entries[1:2])
+    before = snapshot(blocks)
+    for batch in (entries, entries[1:2]):
+        with pytest.raises(IllegalEventError):
+            blocks.evict(batch)
+    assert snapshot(blocks) == before
+    blocks.evict(entries[[0, 2]])
+    assert blocks.state.tolist() == [State.ABSENT, State.SEALED, State.ABSENT]
+
+
 def test_a_reused_row_has_another_generation_and_nothing_of_its_past() -> None:
     blocks, entries = sealed_blocks(3)
     blocks.evict(entries[1:2])

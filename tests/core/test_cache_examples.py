@@ -164,7 +164,6 @@ def test_blocks_of_the_message_do_not_go_for_each_other() -> None:
     cache = new_cache(entries_max=4)
     save(cache, key("earlier"), [1, 2, 3, 4])
     plan = cache.prepare_save(key("r"), words([1, 2, 3, 4, 5, 6]), rank=0, first=0, now_s=0)
-    assert len(set(plan.entries.tolist())) == len(plan.entries)
     assert len(set(plan.offsets.tolist())) == len(plan.offsets)
     assert (plan.present_count, plan.refused_count, len(plan.entries)) == (4, 2, 0)
     save(cache, key("other"), [1, 2, 7])
@@ -183,6 +182,28 @@ def test_rows_may_be_shorter_than_pages() -> None:
     cache.blocks.check()
 
 
+@pytest.mark.xfail(reason="rows are freed for one batch, then called enough", strict=True)
+@pytest.mark.usefixtures("fine")
+def test_rows_come_from_a_slab_that_cannot_be_taken_whole() -> None:
+    cache = new_cache(entries_max=3, filling_fraction_many_ranks=0.5)
+    save(cache, key("r"), [1, 2, 3])
+    assert cache.query(key("s"), words([1]), now_s=0).count == 1
+    save(cache, key("t", TWO), [1, 2, 4])
+    assert ask(cache, key("u", TWO), [1, 2, 4]) == 2
+    assert ask(cache, key("u"), [1, 2, 3]) == 1
+
+
+@pytest.mark.usefixtures("fine")
+def test_a_model_with_colder_blocks_of_its_own_takes_nothing_from_another(cache: Cache) -> None:
+    save(cache, key("cold", TWO), [1, 2])  # a slab
+    for slab in range(3):
+        save(cache, key(f"hot {slab}"), list(range(10 * slab + 1, 10 * slab + 9)))
+    save(cache, key("new", TWO), [10, 20])
+    assert ask(cache, key("ask", TWO), [1, 2]) == 0
+    assert ask(cache, key("ask", TWO), [10, 20]) == 2
+    assert cache.counters.reclaimed_slabs_total == 0
+
+
 def test_what_fills_has_a_cap_and_what_is_refused_is_the_end() -> None:
     cache = new_cache(filling_fraction=0.25, filling_fraction_many_ranks=0.125)
     plan = cache.prepare_save(key("r"), words(list(range(1, 20))), rank=0, first=0, now_s=0)
@@ -197,7 +218,7 @@ def test_what_fills_has_a_cap_and_what_is_refused_is_the_end() -> None:
     assert (len(wide.entries), wide.refused_count) == (1, 1)
 
 
-def test_a_block_that_no_slab_holds_is_refused_with_its_space(cache: Cache) -> None:
+def test_a_block_that_no_slab_holds_is_refused(cache: Cache) -> None:
     with pytest.raises(BadRequestError):
         cache.open_space(SpaceId(9), (SLAB, 1))
     assert SpaceId(9) not in cache.spaces

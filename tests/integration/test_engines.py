@@ -289,7 +289,7 @@ def test_a_daemon_frozen_while_it_loads_is_ended_and_one_frozen_at_rest_goes_on(
 ) -> None:
     """A load's answer is a promise that nothing is written any more: death is an answer too."""
     daemon = start_daemon(
-        start, tmp_path, "--freeze-seconds", "2", "--heartbeat-seconds", "2", "--pool-size", "1gb"
+        start, tmp_path, "--freeze-seconds", "2", "--heartbeat-seconds", "6", "--pool-size", "1gb"
     )
     blob = hashes(*(f"frozen-{n}" for n in range(64)))
 
@@ -304,7 +304,7 @@ def test_a_daemon_frozen_while_it_loads_is_ended_and_one_frozen_at_rest_goes_on(
             wire_ok(await engine.register(0, groups=[group]))
             wire_ok(await engine.save(blob, list(range(64))))
             os.kill(daemon.process.pid, signal.SIGSTOP)
-            await asyncio.sleep(3)
+            await asyncio.sleep(7)
             os.kill(daemon.process.pid, signal.SIGCONT)
             found = wire_ok(await engine.query(blob))
             assert found.hitCount == 64, "a rest must not cost sessions or blocks"

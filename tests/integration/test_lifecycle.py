@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import numpy as np
 import pytest
 
 from tests.conftest import Start
@@ -286,3 +287,39 @@ def test_example_and_status_work_and_the_second_run_finds_the_first_s_blocks(
     assert max(map(len, table.splitlines())) <= 80 + len(str(daemon.path))
     assert "8 blocks" in table
     assert "hit rate 100.0%" in table
+
+
+def test_after_the_drain_deadline_an_answer_still_means_that_nothing_is_written(
+    start: Start, tmp_path: Path
+) -> None:
+    """Loads of many small pieces, no time to drain: whatever is answered, memory is still after it."""
+    daemon = start_daemon(start, tmp_path, "--pool-size", "256mb", "--drain-seconds", "0")
+
+    async def main() -> None:
+        page_bytes = 1 << 20
+        pieces = [
+            {"memory": 0, "offset": at, "stride": page_bytes, "bytes": 64}
+            for at in range(0, page_bytes, 64)
+        ]
+        group = {"blockCount": 64, "pieces": pieces, "layout": "scattered"}
+        async with attached(daemon.address, block_count=64, page_bytes=page_bytes) as engine:
+            wire_ok(await engine.register(0, groups=[group]))
+            engine.memory[0][:] = 7
+            blob = hashes(*range(64))
+            wire_ok(await engine.save(blob, list(range(64))))
+            engine.memory[0][:] = 0
+            lease = wire_ok(await engine.query(blob)).lease
+            call = asyncio.ensure_future(engine.load(lease, list(range(64))))
+            await asyncio.sleep(0.03)
+            daemon.process.send_signal(signal.SIGTERM)
+            reply = wire_ok(await call)
+            seen = engine.memory[0].copy()
+            await asyncio.sleep(1)
+            assert np.array_equal(engine.memory[0], seen)
+            failed = set(np.frombuffer(reply.failed, "<i4").tolist())
+            assert failed, "the load was over before the deadline: nothing was shown"
+            for block in set(range(64)) - failed:
+                assert (seen[block] == 7).all()
+
+    asyncio.run(main())
+    assert daemon.process.wait(20) == 0

@@ -71,12 +71,13 @@ class FakeMemory:
         into_engine: bool,
     ) -> Copy:
         pages = offsets.astype(np.uint64)
-        return Copy(process, layout.addresses(blocks), layout.length, pages, into_engine)
+        return Copy(process, layout, blocks, pages, into_engine)
 
     async def copy(self, transfer: Copy, is_stopped: Callable[[], bool]) -> NDArray[np.bool_]:
         arrived = np.zeros(len(transfer.pages), np.bool_)
         process = transfer.process
         assert isinstance(process, FakeProcess)
+        pieces = transfer.layout.addresses(transfer.blocks)
         for block, page in enumerate(transfer.pages.tolist()):
             pause_s = self.rng.expovariate(1 / self.faults.copy_s_mean)
             if self.rng.random() < self.faults.copy_stall_p:
@@ -90,7 +91,7 @@ class FakeMemory:
                 break
             at = page
             for address, size in zip(
-                transfer.pieces[block].tolist(), transfer.lengths.tolist(), strict=True
+                pieces[block].tolist(), transfer.layout.length.tolist(), strict=True
             ):
                 inside, outside = self.pool[at : at + size], process.view(address, size)
                 target, source = (outside, inside) if transfer.into_engine else (inside, outside)

@@ -94,6 +94,8 @@ class Blocks:
         pins: int32, leases and copies out of it.
         generation: uint32, grows when a row is reserved: tells reuse of the row.
         evictable: bool, sealed and not pinned; kept true by this class.
+        counts: rows by state.
+        sealed_by_space: sealed rows by space, spaces without any left out.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -111,6 +113,7 @@ class Blocks:
         self.evictable = np.zeros(capacity, np.bool_)
         self.counts = dict.fromkeys(map(int, State), 0)  # rows by state
         self.counts[ABSENT] = capacity
+        self.sealed_by_space: dict[int, int] = {}
         self._unused = _Rows(capacity)
 
     @property
@@ -229,6 +232,9 @@ class Blocks:
         for one in State:
             assert self.counts[one] == int((state == one).sum())
         assert self.unused_count == self.counts[ABSENT]
+        spaces, counts = np.unique(self.space[state == SEALED], return_counts=True)
+        found = zip(spaces.tolist(), counts.tolist(), strict=True)
+        assert self.sealed_by_space == dict(found)
 
     def _end_writes(self, entries: Entries) -> None:
         self.writers[entries] -= 1
@@ -250,10 +256,25 @@ class Blocks:
     def _set_state(self, entries: Entries, state: int) -> None:
         if len(entries) == 0:
             return
-        for value, count in enumerate(np.bincount(self.state[entries], minlength=4).tolist()):
+        before = self.state[entries]
+        counts = np.bincount(before, minlength=4).tolist()
+        for value, count in enumerate(counts):
             self.counts[value] -= count
-        self.state[entries] = state
         self.counts[state] += len(entries)
+        if counts[SEALED]:
+            self._count_sealed(entries[before == SEALED], -1)
+        self.state[entries] = state
+        if state == SEALED:
+            self._count_sealed(entries, 1)
+
+    def _count_sealed(self, entries: Entries, sign: int) -> None:
+        spaces, counts = np.unique(self.space[entries], return_counts=True)
+        for space, count in zip(spaces.tolist(), counts.tolist(), strict=True):
+            total = self.sealed_by_space.get(space, 0) + sign * count
+            if total:
+                self.sealed_by_space[space] = total
+            else:
+                self.sealed_by_space.pop(space, None)
 
     def _expect(self, entries: Entries, state: int) -> None:
         if not bool((self.state[entries] == state).all()):

@@ -300,13 +300,8 @@ class Cache:
         return set(np.unique(self.blocks.space[self.blocks.state != ABSENT]).tolist())
 
     def blocks_by_space(self) -> dict[SpaceId, int]:
-        """Sealed blocks of each space (a scan of the columns)."""
-        spaces, counts = np.unique(
-            self.blocks.space[self.blocks.state == SEALED], return_counts=True
-        )
-        return {
-            SpaceId(int(space)): int(count) for space, count in zip(spaces, counts, strict=True)
-        }
+        """Sealed blocks of each space that has any."""
+        return {SpaceId(space): count for space, count in self.blocks.sealed_by_space.items()}
 
     # -- room
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from trikv.core.words import Entries, InstanceName, RequestId, SpaceId
 
 UNKNOWN = -1
+HOLE_MAX = 65_536
 
 
 @dataclass(slots=True)
@@ -27,7 +28,13 @@ class Chain:
     length: int = 0
 
     def put(self, first: int, entries: Entries, generations: NDArray[np.uint32]) -> None:
-        """Remember which entries stand at `first` and after; -1 where none does."""
+        """Remember which entries stand at `first` and after; -1 where none does.
+
+        At the bound: what stands more than `HOLE_MAX` positions beyond all that is known is not
+        remembered, so that memory grows with what was sent only.
+        """
+        if first > self.length + HOLE_MAX:
+            return
         end = first + len(entries)
         if end > len(self.entries):
             room = max(end, 2 * len(self.entries), 64)

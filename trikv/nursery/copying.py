@@ -29,6 +29,9 @@ from trikv.tiers.hostmem import Copy, Process
 
 log = structlog.get_logger()
 
+GUARD_S = 1.0
+"""How often a busy direction shows that this process is not frozen."""
+
 
 class Memory(Protocol):
     """Moves bytes between engines and the pool."""
@@ -59,7 +62,7 @@ class Memory(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One copy in flight.
+    """One copy in flight; it ends, whoever still waits for it.
 
     Attributes:
         complete: applies the outcome (bool[blocks]) to the core; called exactly once.
@@ -79,13 +82,45 @@ class Job:
     ended: trio.Event = field(default_factory=trio.Event)
 
 
+class Guard(Protocol):
+    """Ends this process when it is not moved in time; see `trikv.tiers.freeze`."""
+
+    def move(self) -> None:
+        """The full limit from now on."""
+        ...
+
+    def stop(self) -> None:
+        """No limit."""
+        ...
+
+
 class Copying:
     """One direction: a queue and the workers that empty it."""
 
     def __init__(
-        self, name: str, memory: Memory, sessions: Sessions, *, workers: int, queue_jobs_max: int
+        self,
+        name: str,
+        memory: Memory,
+        sessions: Sessions,
+        *,
+        workers: int,
+        queue_jobs_max: int,
+        guard: Guard | None = None,
     ) -> None:
+        """Make a direction.
+
+        Args:
+            name: `save` or `load`.
+            memory: moves the bytes.
+            sessions: whose copies they are.
+            workers: copies at a time.
+            queue_jobs_max: copies waiting; a session may have a quarter of them.
+            guard: kept moving while copies wait or run, at rest otherwise.
+        """
         self.name = name
+        self._guard = guard
+        self._pending = 0
+        self._session_jobs_max = max(1, queue_jobs_max // 4)
         self._memory = memory
         self._sessions = sessions
         self._workers = workers
@@ -93,7 +128,7 @@ class Copying:
         self._is_closed = False
         self._failed = f"{name}.failed"  # the name of an event is made once
 
-    def check_room(self) -> None:
+    def check_room(self, session: Session) -> None:
         """Refuse before anything is claimed.
 
         Raises:
@@ -105,11 +140,20 @@ class Copying:
         facts = self._send.statistics()
         if facts.current_buffer_used >= facts.max_buffer_size:
             raise OverloadedError(f"{facts.current_buffer_used} {self.name} copies are waiting")
+        if session.copies >= self._session_jobs_max:
+            raise OverloadedError(f"{session.copies} copies of this session are waiting")
 
     def start(self, job: Job) -> None:
         """Queue a copy; `check_room` was called with no checkpoint in between."""
-        job.session.copies += 1
         self._send.send_nowait(job)
+        job.session.copies += 1
+        self._pending += 1
+        if self._guard is not None:
+            self._guard.move()
+
+    def stop(self) -> None:
+        """Take no more copies; those that wait or run end at their next step."""
+        self._is_closed = True
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve the queue until cancelled; then every queued copy ends as not arrived.
@@ -118,7 +162,7 @@ class Copying:
         """
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._note_end)
+                nursery.start_soon(self._keep_guard)
                 for _ in range(self._workers):
                     nursery.start_soon(self._work, nursery)
                 task_status.started()
@@ -128,17 +172,21 @@ class Copying:
                     job = self._receive.receive_nowait()
                     self._end(job, np.zeros(job.block_count, np.bool_))
 
-    async def _note_end(self) -> None:
-        """Copies run shielded, so they are told by a flag that this direction ends."""
+    async def _keep_guard(self) -> None:
+        """Show that this process is not frozen; at the end, tell shielded copies to stop."""
         try:
-            await trio.sleep_forever()
+            while True:
+                await trio.sleep(GUARD_S)
+                if self._guard is not None and self._pending:
+                    self._guard.move()
         finally:
-            self._is_closed = True
+            self.stop()
 
     async def _work(self, timers: trio.Nursery) -> None:
         while True:
             job = await self._receive.receive()
             if job.stop_s is not None:
+                job.is_stopped = trio.current_time() >= job.stop_s
                 timers.start_soon(_stop_in_time, job, job.stop_s)
             arrived = np.zeros(job.block_count, np.bool_)
             try:
@@ -167,6 +215,9 @@ class Copying:
         job.arrived = arrived
         job.complete(arrived)
         job.ended.set()
+        self._pending -= 1
+        if self._guard is not None and self._pending == 0:
+            self._guard.stop()
         self._sessions.copy_ended(job.session)
 
 

@@ -25,6 +25,7 @@ class Guest:
         self._calls: trio.Nursery | None = None
         self._started: asyncio.Future[None] = self._loop.create_future()
         self.ended: asyncio.Future[outcome.Outcome[None]] = self._loop.create_future()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
 
     async def start(self, main: Callable[..., Awaitable[None]], *args: Any) -> None:  # noqa: ANN401  # passed on
         """Run `main(*args, open_calls)` as Trio's main task until it calls `open_calls(nursery)`.
@@ -50,6 +51,11 @@ class Guest:
     def _open_calls(self, nursery: trio.Nursery) -> None:
         self._calls = nursery
         self._started.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """A bug of ours showed itself in a call: `failed` tells the host to end."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
 
     def close_calls(self) -> None:
         """Take no more calls; those in flight go on."""
@@ -94,7 +100,12 @@ class Guest:
             except asyncio.CancelledError:
                 was_cancelled = True
                 scope.cancel()
-        if was_cancelled:
-            done.exception()  # seen: asyncio must not complain about it
-            raise asyncio.CancelledError
-        return done.result()
+        try:
+            if was_cancelled:
+                done.exception()  # seen: asyncio must not complain about it
+                raise asyncio.CancelledError
+            return done.result()
+        finally:
+            del (
+                done
+            )  # its exception's traceback holds this frame: a cycle, and with it the caller's

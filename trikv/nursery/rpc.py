@@ -9,10 +9,12 @@ another thread: streams and servers are closed in `finally`, and everything here
 """
 
 import asyncio
+import contextlib
+import functools
 import os
 import socket
 import struct
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ log = structlog.get_logger()
 SOFTWARE = f"trikv-daemon {__version__}"
 ACCEPT_BACKOFF_S = 0.2
 MESSAGE_CHARS_MAX = 1_000
+TCP_ESTABLISHED = "01"
 
 
 class Connection:
@@ -49,6 +52,16 @@ class Connection:
         self.facts = facts
         self.open_process = open_process
         self.sessions: set[Session] = set()
+        self.loop = asyncio.get_running_loop()
+
+    def end_soon(self, session: Session) -> None:
+        """A session's capability was freed, on whatever thread: end it on ours."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and all sessions with it
+            self.loop.call_soon_threadsafe(self._end, session)
+
+    def _end(self, session: Session) -> None:
+        self.sessions.discard(session)
+        self.service.sessions.close(session, "released")
 
     def close(self) -> None:
         """The connection is gone, and with it everyone who spoke through it."""
@@ -73,48 +86,77 @@ def _read(function: Callable[[Any], Any], message: Any) -> Any:
     try:
         return function(message)
     except (capnp.KjException, UnicodeDecodeError, ValueError, OverflowError) as error:
-        raise BadRequestError(f"unreadable message: {str(error).splitlines()[0][:200]}") from None
+        raise BadRequestError(f"unreadable message: {_first_line(str(error))}") from None
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0][:200]
+
+
+async def _open_stream(sock: socket.socket) -> Any:
+    if sock.family == socket.AF_UNIX:
+        return await capnp.AsyncIoStream.create_unix_connection(sock=sock)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return await capnp.AsyncIoStream.create_connection(sock=sock)
+
+
+def _fatal(method: Callable[[Any, Any], Awaitable[None]]) -> Callable[[Any, Any], Awaitable[None]]:
+    """A servant's method whose unexpected error is our bug: the daemon ends with the story."""
+
+    @functools.wraps(method)
+    async def guarded(servant: Any, context: Any) -> None:
+        try:
+            await method(servant, context)
+        except (KvError, capnp.KjException):
+            raise
+        except Exception as error:
+            servant.connection.guest.fail(error)
+            raise
+
+    return guarded
 
 
 class SessionServant(wire.SCHEMA.Session.Server):
     """One session; its methods mirror the schema."""
 
     def __init__(self, connection: Connection, session: Session) -> None:
-        self._connection = connection
+        self.connection = connection
         self._session = session
         self._service = connection.service
 
     def __del__(self) -> None:  # capnp dropped the last reference: released, or disconnected
-        self._connection.sessions.discard(self._session)
-        self._service.sessions.close(self._session, "released")
+        self.connection.end_soon(self._session)
 
+    @_fatal
     async def declare_context(self, context: Any) -> None:
         """See the schema."""
         reply = context.results.init("reply")
         try:
             call = _read(wire.read_declare, context.params.instance)
-            named = await self._connection.guest.run(self._service.declare, self._session, call)
+            named = await self.connection.guest.run(self._service.declare, self._session, call)
         except KvError as error:
-            return self._connection.refuse(reply, error)
+            return self.connection.refuse(reply, error)
         ok = reply.init("ok")
         ok.namespace = named.namespace
         ok.notes = list(named.notes)
         return None
 
+    @_fatal
     async def register_context(self, context: Any) -> None:
         """See the schema."""
         reply = context.results.init("reply")
         try:
             call = _read(wire.read_register, context.params.rank)
-            named = await self._connection.guest.run(self._service.register, self._session, call)
+            named = await self.connection.guest.run(self._service.register, self._session, call)
         except KvError as error:
-            return self._connection.refuse(reply, error)
+            return self.connection.refuse(reply, error)
         ok = reply.init("ok")
         ok.namespace = named.namespace
         ok.pageBytes = list(named.page_bytes)
         ok.notes = list(named.notes)
         return None
 
+    @_fatal
     async def query_context(self, context: Any) -> None:
         """See the schema; answered without a hop."""
         reply = context.results.init("reply")
@@ -123,38 +165,41 @@ class SessionServant(wire.SCHEMA.Session.Server):
                 self._session, _read(wire.read_query, context.params.query)
             )
         except KvError as error:
-            return self._connection.refuse(reply, error)
+            return self.connection.refuse(reply, error)
         ok = reply.init("ok")
         ok.hitCount = answer.hit_count
         ok.lease = answer.lease
         ok.leaseSeconds = answer.lease_s
         return None
 
+    @_fatal
     async def save_context(self, context: Any) -> None:
         """See the schema."""
         reply = context.results.init("reply")
         try:
             call = _read(wire.read_save, context.params.save)
-            saved = await self._connection.guest.run(self._service.save, self._session, call)
+            saved = await self.connection.guest.run(self._service.save, self._session, call)
         except KvError as error:
-            return self._connection.refuse(reply, error)
+            return self.connection.refuse(reply, error)
         ok = reply.init("ok")
         ok.savedCount = saved.saved_count
         ok.presentCount = saved.present_count
         ok.refusedCount = saved.refused_count
         return None
 
+    @_fatal
     async def load_context(self, context: Any) -> None:
         """See the schema."""
         reply = context.results.init("reply")
         try:
             call = _read(wire.read_load, context.params.load)
-            failed = await self._connection.guest.run(self._service.load, self._session, call)
+            failed = await self.connection.guest.run(self._service.load, self._session, call)
         except KvError as error:
-            return self._connection.refuse(reply, error)
+            return self.connection.refuse(reply, error)
         reply.init("ok").failed = wire.array_to_ids(failed)
         return None
 
+    @_fatal
     async def release_context(self, context: Any) -> None:
         """See the schema; a malformed list is ignored: there is nobody to tell."""
         try:
@@ -162,18 +207,20 @@ class SessionServant(wire.SCHEMA.Session.Server):
         except KvError as error:
             log.debug("call.refused", code=error.code, reason=str(error))
 
+    @_fatal
     async def heartbeat_context(self, context: Any) -> None:
         """See the schema; a session that has ended answers with a broken call."""
         del context
         self._service.heartbeat(self._session)
 
+    @_fatal
     async def reset_context(self, context: Any) -> None:
         """See the schema."""
         reply = context.results.init("reply")
         try:
             dropped = self._service.reset(self._session)
         except KvError as error:
-            return self._connection.refuse(reply, error)
+            return self.connection.refuse(reply, error)
         reply.init("ok").droppedCount = dropped
         return None
 
@@ -182,11 +229,12 @@ class KvServant(wire.SCHEMA.Kv.Server):
     """The bootstrap capability of one connection."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self.connection = connection
 
+    @_fatal
     async def hello_context(self, context: Any) -> None:
         """See the schema."""
-        connection = self._connection
+        connection = self.connection
         reply = context.results.init("reply")
         try:
             hello = context.params.hello
@@ -207,11 +255,10 @@ class KvServant(wire.SCHEMA.Kv.Server):
         ok.session = SessionServant(connection, session)
         return None
 
+    @_fatal
     async def status_context(self, context: Any) -> None:
         """See the schema."""
-        write_status(
-            context.results.init("status"), self._connection.service, self._connection.facts
-        )
+        write_status(context.results.init("status"), self.connection.service, self.connection.facts)
 
 
 def _check_version(theirs: int) -> None:
@@ -248,7 +295,7 @@ class Listener:
         self._guest = guest
         self._facts = facts
         self._open_process = open_process
-        self._connections_max = connections_max
+        self.connections_max = connections_max
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, listening: socket.socket) -> None:
@@ -264,11 +311,11 @@ class Listener:
                 log.warning("accept.failed", reason=error.strerror)
                 await asyncio.sleep(ACCEPT_BACKOFF_S)
                 continue
-            if len(self._tasks) >= self._connections_max:
+            if len(self._tasks) >= self.connections_max:
                 log.warning(
                     "connection.refused",
                     reason="too many connections",
-                    count_max=self._connections_max,
+                    count_max=self.connections_max,
                 )
                 sock.close()
                 continue
@@ -301,18 +348,19 @@ class Listener:
                 raise ForbiddenError(f"process {pid} cannot be watched: {error.strerror}") from None
 
         connection = Connection(self._service, self._guest, self._facts, open_process)
-        if sock.family == socket.AF_UNIX:
-            stream = await capnp.AsyncIoStream.create_unix_connection(sock=sock)
-        else:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream = await capnp.AsyncIoStream.create_connection(sock=sock)
+        try:
+            stream = await _open_stream(sock)
+        except OSError as error:  # gone again
+            log.debug("connection.lost", reason=error.strerror)
+            sock.close()
+            return
         server = capnp.TwoPartyServer(
             stream, bootstrap=KvServant(connection), traversal_limit_in_words=wire.MESSAGE_WORDS_MAX
         )
         try:
             await server.on_disconnect()
         except capnp.KjException as error:
-            log.warning("connection.broken", reason=error.description.splitlines()[0][:200])
+            log.warning("connection.broken", reason=_first_line(error.description))
         finally:
             connection.close()
             stream.close()
@@ -345,9 +393,12 @@ def peer_pid(sock: socket.socket) -> int | None:
 
 
 def _tcp_peer_uid(sock: socket.socket) -> int | None:
-    """Who owns the other end of a loopback connection, from the kernel's own table."""
-    port = f"{sock.getpeername()[1]:04X}"
-    here = f"{sock.getsockname()[1]:04X}"
+    """Who owns the other end of a loopback connection, from the kernel's own table.
+
+    Only a row of exactly these two ends counts, established and owned by a socket: rows that wait
+    for their end say user 0.
+    """
+    ends = (_as_in_table(sock.getpeername()), _as_in_table(sock.getsockname()))
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
             rows = Path(table).read_text().splitlines()[1:]
@@ -355,6 +406,16 @@ def _tcp_peer_uid(sock: socket.socket) -> int | None:
             continue
         for row in rows:
             columns = row.split()
-            if columns[1].endswith(f":{port}") and columns[2].endswith(f":{here}"):
+            is_alive = columns[3] == TCP_ESTABLISHED and columns[9] != "0"
+            if is_alive and (columns[1], columns[2]) == ends:
                 return int(columns[7])
     return None
+
+
+def _as_in_table(name: tuple[Any, ...]) -> str:
+    """An address as /proc/net/tcp spells it: 32-bit words in this machine's byte order."""
+    host, port = str(name[0]), int(name[1])
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    raw = socket.inet_pton(family, host)
+    words = struct.unpack(f"={len(raw) // 4}I", raw)
+    return "".join(f"{word:08X}" for word in words) + f":{port:04X}"

@@ -35,6 +35,7 @@ from trikv.nursery.sessions import Sessions
 from trikv.nursery.status import Facts
 from trikv.nursery.store import Store
 from trikv.tiers import pool as pools
+from trikv.tiers.freeze import FreezeGuard
 from trikv.tiers.hostmem import HeldProcess, HostMemory
 
 log = structlog.get_logger()
@@ -45,6 +46,7 @@ SLABS_WANTED = 64
 BLOCKS_MAX = 1 << 24
 QUEUE_JOBS_MAX = 1_024
 SWEEP_S = 0.25
+COLLECT_S = 5.0
 EXIT_USAGE = 2
 
 
@@ -79,7 +81,7 @@ def pool_bytes_for(settings: Settings) -> int:
     return size
 
 
-def build(settings: Settings, pool: pools.Pool) -> Daemon:
+def build(settings: Settings, pool: pools.Pool, guard: FreezeGuard | None) -> Daemon:
     """Wire the parts; opens nothing."""
     rows = settings.max_blocks or min(pool.bytes // PAGE_ALIGN, BLOCKS_MAX)
     limits = Limits(lease_s=settings.lease_seconds, fill_s=settings.fill_seconds)
@@ -92,12 +94,9 @@ def build(settings: Settings, pool: pools.Pool) -> Daemon:
     memory = HostMemory(
         pool.address, threads=2 * settings.copy_threads, freeze_s=settings.freeze_seconds
     )
-    saving, loading = (
-        Copying(
-            name, memory, sessions, workers=settings.copy_threads, queue_jobs_max=QUEUE_JOBS_MAX
-        )
-        for name in ("save", "load")
-    )
+    workers, jobs = settings.copy_threads, QUEUE_JOBS_MAX
+    saving = Copying("save", memory, sessions, workers=workers, queue_jobs_max=jobs)
+    loading = Copying("load", memory, sessions, workers=workers, queue_jobs_max=jobs, guard=guard)
     service = Service(store, sessions, saving, loading, memory)
     epoch = time.time_ns()  # a name that differs after each start, not a clock
     return Daemon(settings, pool, service, Facts(epoch, 0.0, pool.backing))
@@ -116,15 +115,39 @@ async def run_trio(
             )
         )
         back.start_soon(populate, daemon)
+        back.start_soon(collect_garbage)
         async with trio.open_nursery() as copies:
             await copies.start(daemon.service.saving.run)
             await copies.start(daemon.service.loading.run)
             async with trio.open_nursery() as calls:
                 open_calls(calls)
                 await closing.wait()
-                calls.cancel_scope.deadline = trio.current_time() + daemon.settings.drain_seconds
+                deadline_s = trio.current_time() + daemon.settings.drain_seconds
+                calls.cancel_scope.deadline = deadline_s
+                copies.start_soon(stop_copies, daemon.service, deadline_s)
             copies.cancel_scope.cancel()
         back.cancel_scope.cancel()
+
+
+async def stop_copies(service: Service, deadline_s: float) -> None:
+    """Calls that wait for a copy are answered when it ends: at the deadline, copies are stopped."""
+    await trio.sleep_until(deadline_s)
+    service.saving.stop()
+    service.loading.stop()
+
+
+async def collect_garbage() -> None:
+    """Collect cycles here, on the thread that owns capnp's objects, and nowhere else.
+
+    pycapnp 2.2 ends the process when the collector frees its objects on another thread, and the
+    collector runs on whichever thread allocates. What is loaded at the start need not be walked.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    while True:
+        await trio.sleep(COLLECT_S)
+        gc.collect()
 
 
 async def populate(daemon: Daemon) -> None:
@@ -166,8 +189,6 @@ async def host(daemon: Daemon) -> None:
             connections_max=8 * settings.max_engines + 64,
         )
         async with capnp.kj_loop():
-            gc.collect()
-            gc.freeze()  # what is loaded now stays: full collections need not walk it
             daemon.facts.ticks.start()
             accepting = asyncio.create_task(listener.run(listening))
             stopped = asyncio.create_task(stop.wait())
@@ -181,10 +202,12 @@ async def host(daemon: Daemon) -> None:
                 pid=os.getpid(),
                 version=__version__,
             )
-            ends: list[asyncio.Future[Any]] = [accepting, stopped, guest.ended]
+            ends: list[asyncio.Future[Any]] = [accepting, stopped, guest.ended, guest.failed]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            bugs = [one.exception() for one in (accepting, guest.failed) if one.done()]
             accepting.cancel()
             stopped.cancel()
+            guest.failed.cancel()
             daemon.facts.state = "draining"
             daemon.service.sessions.is_shutting_down = True
             guest.close_calls()
@@ -192,6 +215,9 @@ async def host(daemon: Daemon) -> None:
             result = await guest.ended
             await listener.close()
         result.unwrap()
+        for bug in bugs:
+            if bug is not None:
+                raise bug
     log.info("daemon.ended")
 
 
@@ -206,15 +232,16 @@ def main() -> None:
         print(f"trikv-daemon: {error}", file=sys.stderr)  # noqa: T201  # the one clear line
         sys.exit(EXIT_USAGE)
     set_up_logging(settings.log_level, settings.log_format)
+    unit = pools.HUGE_PAGE_BYTES if settings.use_hugepages else PAGE_ALIGN
     try:
-        pool = pools.open_pool(
-            size // PAGE_ALIGN * PAGE_ALIGN, use_hugepages=settings.use_hugepages
-        )
+        pool = pools.open_pool(size // unit * unit, use_hugepages=settings.use_hugepages)
     except OSError as error:
         sys.exit(f"trikv-daemon: --pool-size {size}: {error}")
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(host(build(settings, pool)))
+            freeze_s = settings.freeze_seconds
+            with FreezeGuard(freeze_s) if freeze_s else contextlib.nullcontext() as guard:
+                asyncio.run(host(build(settings, pool, guard)))
     except AddressError as error:
         sys.exit(f"trikv-daemon: {error}")
     finally:

@@ -67,10 +67,10 @@ class Service:
     async def save(self, session: Session, call: Save) -> Saved:
         """Returns when no byte of the blocks will be read any more.
 
-        Cancellation: the copy goes on and ends by itself.
+        Cancellation: none; what stops the copy ends the call.
         """
         self.sessions.use(session)
-        self.saving.check_room()
+        self.saving.check_room(session)
         fence = self._fence(session, call)
         plan, layout = self.store.prepare_save(session.id, session.instance, call)
         if len(plan.entries) == 0:
@@ -85,18 +85,17 @@ class Service:
             lambda copied: self.store.complete_save(plan, copied, layout),
             fence=fence,
         )
-        await job.ended.wait()
+        await _ended(job)
         saved = int(job.arrived.sum())
         return Saved(saved, plan.present_count, plan.refused_count + len(plan.entries) - saved)
 
     async def load(self, session: Session, call: Load) -> NDArray[np.int32]:
         """Returns positions of blocks that did not arrive, when no byte will be written any more.
 
-        Cancellation: the copy goes on and ends by itself; the engine's session decides about its
-        memory.
+        Cancellation: none; what stops the copy ends the call.
         """
         self.sessions.use(session)
-        self.loading.check_room()
+        self.loading.check_room(session)
         plan, layout = self.store.prepare_load(session.id, session.instance, call)
         job = self._start(
             self.loading,
@@ -107,7 +106,7 @@ class Service:
             lambda copied: self.store.complete_load(plan, copied, layout),
             stop_s=self.store.now_s() + call.budget_s if call.budget_s else None,
         )
-        await job.ended.wait()
+        await _ended(job)
         return np.flatnonzero(~job.arrived).astype(np.int32)
 
     def release(self, session: Session, requests: list[RequestId]) -> None:
@@ -158,6 +157,15 @@ class Service:
         job = Job(session, transfer, len(blocks), complete, fence, stop_s)
         copying.start(job)
         return job
+
+
+async def _ended(job: Job) -> None:
+    """Wait for a copy to end, whatever becomes of the call: its answer says what is over.
+
+    Cancellation: none; a session or direction that ends stops its copies at their next step.
+    """
+    with trio.CancelScope(shield=True):
+        await job.ended.wait()
 
 
 async def sweep(

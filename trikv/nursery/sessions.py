@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import structlog
 import trio
 
-from trikv.core.errors import ConflictError, OverloadedError, ShuttingDownError
+from trikv.core.errors import ConflictError, NotReadyError, OverloadedError, ShuttingDownError
 from trikv.core.words import InstanceName, SessionId
 from trikv.nursery.store import Store
 from trikv.tiers.hostmem import Process
@@ -20,6 +20,7 @@ from trikv.tiers.hostmem import Process
 log = structlog.get_logger()
 
 SWEEP_S = 0.25
+SUPERSEDE_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +83,8 @@ class Sessions:
         Raises:
             ShuttingDownError: the session or the daemon is ending.
         """
+        if self.is_shutting_down:
+            raise ShuttingDownError("the daemon is ending")
         if session.is_closing:
             raise ShuttingDownError("this session has ended: say hello again")
         session.last_s = trio.current_time()
@@ -119,6 +122,7 @@ class Sessions:
 
         Raises:
             ConflictError: the holder is another live process.
+            NotReadyError: its copies have not ended within `SUPERSEDE_S` seconds.
         """
         known = self.store.engines.by_name.get(instance)
         if known is None:
@@ -143,7 +147,10 @@ class Sessions:
                 "set another engine_id"
             )
         self.close(holder, "superseded")
-        await holder.ended.wait()
+        with trio.move_on_after(SUPERSEDE_S):
+            await holder.ended.wait()
+            return
+        raise NotReadyError(f"copies of the earlier session of {instance!r} have not ended yet")
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Watch over silence and death; runs until cancelled."""

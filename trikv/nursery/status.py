@@ -1,7 +1,6 @@
 """Facts about a running daemon, for people and tools.
 
-Decided here: what `status` says, in the schema's names. Costs one scan of the block columns;
-changes nothing.
+Decided here: what `status` says, in the schema's names. Changes nothing.
 """
 
 from dataclasses import dataclass, field

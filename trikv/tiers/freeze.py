@@ -13,6 +13,8 @@ import os
 import signal
 from typing import Final, Self
 
+from trikv.core.errors import OverloadedError
+
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 CLOCK_MONOTONIC: Final = 1
 SIGEV_SIGNAL: Final = 0
@@ -60,11 +62,20 @@ class FreezeGuard:
         """The next step begins: the full limit from now on."""
         _check(_LIBC.timer_settime(self._timer, 0, ctypes.byref(self._limit), None))
 
+    def stop(self) -> None:
+        """No limit until the next `move`."""
+        _check(_LIBC.timer_settime(self._timer, 0, ctypes.byref(_TimerSpec()), None))
+
     def __exit__(self, *_: object) -> None:
         _check(_LIBC.timer_delete(self._timer))
 
 
 def _check(result: int) -> None:
+    """Translate what the kernel refuses: timers are counted a user (RLIMIT_SIGPENDING).
+
+    Raises:
+        OverloadedError: no timer; the copy has not begun.
+    """
     if result != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+        reason = os.strerror(ctypes.get_errno())
+        raise OverloadedError(f"no kernel timer to guard a load with: {reason}")

@@ -87,15 +87,15 @@ class Copy:
 
     Attributes:
         process: whose memory.
-        pieces: uint64[blocks, pieces], addresses in the process, in page order.
-        lengths: uint64[pieces].
+        layout: where the pieces of a block lie there; addresses are made a step at a time.
+        blocks: int32[blocks], which of the engine's.
         pages: uint64[blocks], addresses of the pages in this process.
         into_engine: direction.
     """
 
     process: Process
-    pieces: NDArray[np.uint64]
-    lengths: NDArray[np.uint64]
+    layout: GroupLayout
+    blocks: NDArray[np.int32]
     pages: NDArray[np.uint64]
     into_engine: bool
 
@@ -117,8 +117,8 @@ def run(copy: Copy, is_stopped: Callable[[], bool], freeze_s: float = 0.0) -> ND
     """
     count = len(copy.pages)
     arrived = np.zeros(count, np.bool_)
-    page_bytes = int(copy.lengths.sum())
-    step = max(1, min(IOV_MAX // len(copy.lengths), CALL_BYTES_MAX // page_bytes, IOV_MAX))
+    page_bytes = copy.layout.page_bytes
+    step = max(1, min(IOV_MAX // len(copy.layout.length), CALL_BYTES_MAX // page_bytes, IOV_MAX))
     is_guarded = copy.into_engine and freeze_s > 0
     with FreezeGuard(freeze_s) if is_guarded else contextlib.nullcontext() as guard:
         for first in range(0, count, step):
@@ -141,9 +141,9 @@ def _move(copy: Copy, first: int, last: int, page_bytes: int) -> int:
     local = np.empty((last - first, 2), np.uint64)
     local[:, 0] = copy.pages[first:last]
     local[:, 1] = page_bytes
-    table = np.empty((last - first, len(copy.lengths), 2), np.uint64)
-    table[:, :, 0] = copy.pieces[first:last]
-    table[:, :, 1] = copy.lengths
+    table = np.empty((last - first, len(copy.layout.length), 2), np.uint64)
+    table[:, :, 0] = copy.layout.addresses(copy.blocks[first:last])
+    table[:, :, 1] = copy.layout.length
     remote = table.reshape(-1, 2)
     if len(remote) <= IOV_MAX:
         return _call(copy.process.pid, local, remote, into_engine=copy.into_engine)
@@ -215,7 +215,7 @@ class HostMemory:
     ) -> Copy:
         """Addresses of one copy: engine blocks `blocks` against pool pages at `offsets`."""
         pages = self._pool_address + offsets.astype(np.uint64)
-        return Copy(process, layout.addresses(blocks), layout.length, pages, into_engine)
+        return Copy(process, layout, blocks, pages, into_engine)
 
     async def copy(self, transfer: Copy, is_stopped: Callable[[], bool]) -> NDArray[np.bool_]:
         """Move; see `run`.
