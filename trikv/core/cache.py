@@ -266,9 +266,10 @@ class Cache:
         facts = self.spaces[plan.key.space]
         sealed, freed = self.blocks.fill(plan.entries[copied], plan.rank)
         self._room.free(freed)
-        lost, freed = self.blocks.fail(plan.entries[~copied])
-        self._unindex(lost, was_filling=True)
-        self._room.free(freed)
+        if not bool(copied.all()):
+            lost, freed = self.blocks.fail(plan.entries[~copied])
+            self._unindex(lost, was_filling=True)
+            self._room.free(freed)
         self._filling_bytes -= len(sealed) * facts.block_bytes
         self._touch_chain(facts.shape, plan.chain, sealed)
         self.counters.save_blocks_total += int(copied.sum())
@@ -345,6 +346,8 @@ class Cache:
 
     def _drop(self, entries: Entries) -> None:
         """Take filling and sealed blocks out of sight now, free them when nobody holds them."""
+        if len(entries) == 0:
+            return
         was_filling = entries[self.blocks.state[entries] == FILLING]
         self._filling_bytes -= self._bytes_of(was_filling)
         self._unindex(entries, was_filling=False)
@@ -388,5 +391,6 @@ class Cache:
 
 
 def _check_distinct(words: Words) -> None:
-    if len(np.unique(words[:, 0])) < len(words) and len(np.unique(words, axis=0)) < len(words):
+    firsts = np.sort(words[:, 0])
+    if bool((firsts[1:] == firsts[:-1]).any()) and len(np.unique(words, axis=0)) < len(words):
         raise BadRequestError("a block hash stands twice in one message")
