@@ -182,7 +182,6 @@ def test_rows_may_be_shorter_than_pages() -> None:
     cache.blocks.check()
 
 
-@pytest.mark.xfail(reason="rows are freed for one batch, then called enough", strict=True)
 @pytest.mark.usefixtures("fine")
 def test_rows_come_from_a_slab_that_cannot_be_taken_whole() -> None:
     cache = new_cache(entries_max=3, filling_fraction_many_ranks=0.5)

@@ -63,7 +63,7 @@ class Room:
             if (
                 len(victims) == 0
                 and not self._reclaim_slab(shape, colder_than=None)
-                and not self._evict_any(shape, batch)
+                and not self._evict_any(shape, count, batch)
             ):
                 return
             self._evict(victims)
@@ -109,9 +109,9 @@ class Room:
                 return True
         return False
 
-    def _evict_any(self, shape: ShapeId, batch: int) -> bool:
+    def _evict_any(self, shape: ShapeId, count: int, batch: int) -> bool:
         """When rows, not pages, are short: evict from the other shapes' orders."""
-        if self._blocks.unused_count > 0:
+        if self._blocks.unused_count >= count:
             return False
         for other, order in self.orders.items():
             if other != shape:

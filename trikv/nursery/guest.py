@@ -76,21 +76,18 @@ class Guest:
         """
         if self._calls is None:
             raise ShuttingDownError("the daemon is ending")
-        done: asyncio.Future[T] = self._loop.create_future()
+        done: asyncio.Future[None] = self._loop.create_future()
         scope = trio.CancelScope()
+        outcomes: list[outcome.Outcome[T]] = []
 
         async def job() -> None:
             try:
                 with scope:
-                    result = await function(*args)
-                    if not done.done():
-                        done.set_result(result)
+                    outcomes.append(outcome.Value(await function(*args)))
             except Exception as error:  # noqa: BLE001  # carried to the caller, whatever it is
-                if not done.done():
-                    done.set_exception(error)
+                outcomes.append(outcome.Error(error))
             finally:
-                if not done.done():
-                    done.set_exception(ShuttingDownError("the call was cancelled"))
+                done.set_result(None)
 
         self._calls.start_soon(job)
         was_cancelled = False
@@ -100,12 +97,11 @@ class Guest:
             except asyncio.CancelledError:
                 was_cancelled = True
                 scope.cancel()
-        try:
-            if was_cancelled:
-                done.exception()  # seen: asyncio must not complain about it
-                raise asyncio.CancelledError
-            return done.result()
-        finally:
-            del (
-                done
-            )  # its exception's traceback holds this frame: a cycle, and with it the caller's
+        if was_cancelled:
+            outcomes.clear()
+            raise asyncio.CancelledError
+        if not outcomes:
+            raise ShuttingDownError("the call was cancelled")
+        # Taken out before it is raised: an error that its own traceback reaches is freed by the
+        # cyclic collector only, and with it the capnp objects of the calling frames.
+        return outcomes.pop().unwrap()

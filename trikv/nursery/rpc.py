@@ -11,11 +11,8 @@ another thread: streams and servers are closed in `finally`, and everything here
 import asyncio
 import contextlib
 import functools
-import os
 import socket
-import struct
 from collections.abc import Awaitable, Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import capnp
@@ -23,6 +20,7 @@ import structlog
 
 from trikv import __version__, wire
 from trikv.core.errors import BadRequestError, ForbiddenError, KvError, UnsupportedVersionError
+from trikv.nursery.callers import peer_pid
 from trikv.nursery.guest import Guest
 from trikv.nursery.service import Service
 from trikv.nursery.sessions import Session
@@ -34,7 +32,6 @@ log = structlog.get_logger()
 SOFTWARE = f"trikv-daemon {__version__}"
 ACCEPT_BACKOFF_S = 0.2
 MESSAGE_CHARS_MAX = 1_000
-TCP_ESTABLISHED = "01"
 
 
 class Connection:
@@ -365,57 +362,3 @@ class Listener:
             connection.close()
             stream.close()
             server.close()
-
-
-def peer_pid(sock: socket.socket) -> int | None:
-    """The process at the other end of a unix socket, None over TCP.
-
-    Raises:
-        ForbiddenError: it belongs to another user.
-    """
-    allowed = {os.geteuid(), 0}
-    if sock.family == socket.AF_UNIX:
-        size = struct.calcsize("3i")
-        pid, uid, _ = struct.unpack(
-            "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        )
-        if uid not in allowed:
-            raise ForbiddenError(
-                f"process {pid} of user {uid} is refused: this daemon serves user {os.geteuid()}"
-            )
-        return int(pid)
-    uid = _tcp_peer_uid(sock)
-    if uid not in allowed:
-        raise ForbiddenError(
-            f"a TCP caller of user {uid} is refused: this daemon serves user {os.geteuid()}"
-        )
-    return None
-
-
-def _tcp_peer_uid(sock: socket.socket) -> int | None:
-    """Who owns the other end of a loopback connection, from the kernel's own table.
-
-    Only a row of exactly these two ends counts, established and owned by a socket: rows that wait
-    for their end say user 0.
-    """
-    ends = (_as_in_table(sock.getpeername()), _as_in_table(sock.getsockname()))
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            rows = Path(table).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for row in rows:
-            columns = row.split()
-            is_alive = columns[3] == TCP_ESTABLISHED and columns[9] != "0"
-            if is_alive and (columns[1], columns[2]) == ends:
-                return int(columns[7])
-    return None
-
-
-def _as_in_table(name: tuple[Any, ...]) -> str:
-    """An address as /proc/net/tcp spells it: 32-bit words in this machine's byte order."""
-    host, port = str(name[0]), int(name[1])
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    raw = socket.inet_pton(family, host)
-    words = struct.unpack(f"={len(raw) // 4}I", raw)
-    return "".join(f"{word:08X}" for word in words) + f":{port:04X}"

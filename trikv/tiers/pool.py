@@ -161,7 +161,7 @@ def _room(folder: Path, limit_name: str, usage_name: str) -> int | None:
 
 
 def _reclaimable(folder: Path) -> int:
-    """File pages that the kernel gives back when asked: a group that has read weights looks full."""
+    """File pages that the kernel gives back: a group that has read weights looks full."""
     try:
         rows = (folder / "memory.stat").read_text().split("\n")
     except OSError:
