@@ -15,7 +15,7 @@ OWN_TARGET := tests/integration tests/connector tests/e2e tests/gpu
 ENGINE := $(VENV)/engine.done
 READY := $(VENV)/ready.done
 
-.PHONY: help venv test lint unit integration contract e2e demo bench soak clean
+.PHONY: help venv test lint unit integration contract e2e demo bench soak night clean
 
 help: ## print this
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -67,9 +67,12 @@ demo: $(READY) ## see a second engine find what the first one computed (3-7 minu
 	@$(PY) examples/demo.py
 
 bench: $(READY) ## every benchmark, as JSON lines
-	@for file in bench/[a-z]*.py; do $(PY) -m "bench.$$(basename "$$file" .py)" --json || exit; done
+	@for name in core_ops rpc hostmem; do $(PY) -m bench.$$name --json || exit; done
 
-soak: $(READY) ## the property tests with fresh random examples, thousands of each
+soak: $(READY) ## a million calls of engines that come and go: memory, stalls, bytes (about an hour)
+	@$(PY) -m bench.soak
+
+night: $(READY) ## the property tests with fresh random examples, thousands of each (hours)
 	@HYPOTHESIS_PROFILE=night $(PY) -m pytest tests/core tests/sim
 
 clean: ## remove the environment and all caches

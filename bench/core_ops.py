@@ -11,21 +11,18 @@ is measured as the baseline of the calls that fill the store, and over before th
 """
 
 import argparse
-import dataclasses
 import functools
-import json
+import gc
 import multiprocessing
-import platform
 import resource
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
 import numpy as np
 
+from bench.lines import Line, print_json, print_table
 from trikv.core.cache import Cache, Limits
 from trikv.core.eviction import NEVER, LeafFirstLru
 from trikv.core.index import Index
@@ -155,18 +152,6 @@ STORES: Final[dict[str, Callable[[int], Store]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One measured figure."""
-
-    case: str
-    metric: str
-    value: float
-    unit: str
-    target: float | None = None
-    baseline: float | None = None
-
-
 def hashes_of(prefix: int) -> Words:
     """The same random hashes for the same number: splitmix64 of (prefix, block, word)."""
     x = np.arange(PREFIX * 4, dtype=np.uint64) + np.uint64(prefix * PREFIX * 4)
@@ -228,6 +213,8 @@ def resident_bytes() -> int:
 
 def measure(name: str, resident: int, calls: int) -> list[Line]:
     """Fill a store with `resident` blocks, query it, then save and query in turn under churn."""
+    gc.collect()
+    gc.freeze()  # as the daemon does: what is loaded now need not be walked again
     random = np.random.default_rng(7)
     before = resident_bytes()
     prefixes = max(1, resident // PREFIX)
@@ -259,32 +246,6 @@ def measure(name: str, resident: int, calls: int) -> list[Line]:
     ]
 
 
-def commit() -> str:
-    """The checked-out commit, with a mark when files differ from it."""
-    command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def print_table(lines: list[Line]) -> None:
-    """For people."""
-    for line in lines:
-        wanted = f"target {line.target:g}" if line.target is not None else ""
-        missed = "MISSED" if line.target is not None and line.value > line.target else ""
-        baseline = f"baseline {line.baseline:.3f}" if line.baseline is not None else ""
-        value = f"{line.value:9.3f} {line.unit:12}"
-        print(f"{line.case:28} {line.metric:38} {value} {wanted}{baseline} {missed}", flush=True)
-
-
-def print_json(lines: list[Line]) -> None:
-    """For scripts: one object a line."""
-    where = {"commit": commit(), "host": platform.node()}
-    for line in lines:
-        fields = {"bench": "core_ops"} | dataclasses.asdict(line)
-        ratio = None if line.baseline is None else round(line.value / line.baseline, 3)
-        ok = None if line.target is None else line.value <= line.target
-        print(json.dumps(fields | {"ratio": ratio, "ok": ok} | where), flush=True)
-
-
 def main() -> None:
     """Measure each store and size in a fresh process and print what came out."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -298,7 +259,10 @@ def main() -> None:
         for resident in options.resident.split(","):
             with context.Pool(1) as pool:
                 lines = pool.apply(measure, (name, int(resident), options.calls))
-            (print_json if options.json else print_table)(lines)
+            if options.json:
+                print_json("core_ops", lines)
+            else:
+                print_table(lines)
 
 
 if __name__ == "__main__":

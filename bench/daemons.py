@@ -81,7 +81,7 @@ def hashes(name: str, count: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A scheduler's and a worker's client of one engine in this process, as the connector has them."""
+    """A scheduler's and a worker's client of one engine, as the connector has them."""
 
     scheduler: Calls
     worker: Calls

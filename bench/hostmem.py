@@ -2,9 +2,9 @@
 
     python -m bench.hostmem [--json] [--mebibytes 512]
 
-An engine process owns the memory; this process copies it with the daemon's own code (`tiers/hostmem.py`),
-blocks in random order, pieces as different layouts have them. The plain copy is numpy's, warm, inside one
-process, of the same bytes. Bytes are compared after each case.
+An engine process owns the memory; this process copies it with the daemon's own code
+(`tiers/hostmem.py`), blocks in random order, pieces as different layouts have them. The plain
+copy is numpy's, warm, inside one process, of the same bytes. Bytes are compared after each case.
 """
 
 import argparse

@@ -2,10 +2,11 @@
 
     python -m bench.rpc [--json] [--calls 3000]
 
-A query of a prompt whose blocks are all resident, over the unix socket, through the connector's own client:
-from the call until the answer is there, as a blocked caller sees it, and the time that the call holds the
-scheduler's thread, which does not wait for the answer. Each round asks about another prompt. gRPC: the same
-bytes to a grpcio server that answers with a constant, in turns with ours.
+A query of a prompt whose blocks are all resident, over the unix socket, through the connector's
+own client: from the call until the answer is there, as a blocked caller sees it, and the time
+that the call holds the scheduler's thread, which does not wait for the answer. Each round asks
+about another prompt. gRPC: the same bytes to a grpcio server that answers with a constant, in
+turns with ours.
 """
 
 import argparse
@@ -38,7 +39,8 @@ from grpc import unary_unary_rpc_method_handler, method_handlers_generic_handler
 async def main():
     server = grpc.aio.server()
     async def query(request, context): return b"x" * 16
-    handler = method_handlers_generic_handler("kv", {"query": unary_unary_rpc_method_handler(query)})
+    methods = {"query": unary_unary_rpc_method_handler(query)}
+    handler = method_handlers_generic_handler("kv", methods)
     server.add_generic_rpc_handlers((handler,))
     server.add_insecure_port(sys.argv[1])
     await server.start()
@@ -98,9 +100,13 @@ def percentile(times_s: list[float], share: float) -> float:
     return float(np.quantile(times_s, share)) * 1e6
 
 
-def measure(engine: daemons.Engine, calls: int, grpc: Callable[[bytes], object] | None, case: str) -> Iterator[Line]:
+def measure(
+    engine: daemons.Engine, calls: int, grpc: Callable[[bytes], object] | None, case: str
+) -> Iterator[Line]:
     """All sizes in turns, so that they see the same machine."""
-    prompts = {count: [save_all(engine, f"{count} {n}", count) for n in range(PROMPTS)] for count in COUNTS}
+    prompts = {
+        count: [save_all(engine, f"{count} {n}", count) for n in range(PROMPTS)] for count in COUNTS
+    }
     waited: dict[int, list[float]] = {count: [] for count in COUNTS}
     blocked: dict[int, list[float]] = {count: [] for count in COUNTS}
     beside: dict[int, list[float]] = {count: [] for count in COUNTS}

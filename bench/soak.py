@@ -2,9 +2,10 @@
 
     python -m bench.soak [--json] [--calls 1000000]
 
-One engine at a time asks, loads, saves and releases prompts of a drifting tree, a quarter of them aborted
-in between; every so many calls it is replaced by another one, which finds the blocks of those before. Each
-prompt's bytes are checked after each load. The daemon's memory is read after a warm-up and at the end.
+One engine at a time asks, loads, saves and releases prompts of a drifting tree, a quarter of them
+aborted in between; every so many calls it is replaced by another one, which finds the blocks of
+those before. Each prompt's bytes are checked after each load. The daemon's memory is read after a
+warm-up and at the end.
 """
 
 import argparse
@@ -30,6 +31,7 @@ POOL = "64mb"
 GROWTH_MIB = 8.0
 STALL_MS = 50.0
 ENGINES = 40
+KEPT = 0.75  # of the loads and saves; the others are given up
 
 
 def resident_mib(pid: int) -> float:
@@ -75,7 +77,7 @@ class Load:
         self.calls += 1
         blocks = self.random.sample(range(BLOCKS), count)
         done = 0
-        if answer.hit_count and self.random.random() < 0.75:
+        if answer.hit_count and self.random.random() < KEPT:
             attached = engine.worker.attached
             assert attached is not None
             job = LoadJob(name, answer.lease, 0, pack(blocks[: answer.hit_count]))
@@ -87,7 +89,7 @@ class Load:
             self.wrong += int((rows != seeds[:done, None]).any(axis=1).sum())
         computed = np.repeat(seeds[done:, None], PAGE_BYTES // 8, axis=1)
         engine.memory[blocks[done:]] = computed.view(np.uint8)
-        if done < count and self.random.random() < 0.75:
+        if done < count and self.random.random() < KEPT:
             save = SaveJob(0, name, done, 32, blob[32 * done :], pack(blocks[done:]))
             engine.worker.save(save, 0, 0).result(30)
             self.calls += 1

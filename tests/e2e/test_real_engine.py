@@ -17,7 +17,7 @@ import pytest
 
 from examples.tiny_model import Model, write_model
 from tests.conftest import Start
-from tests.integration.daemons import RunningDaemon, start_daemon, status
+from tests.integration.daemons import RunningDaemon, connected, start_daemon, status
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
@@ -27,7 +27,7 @@ QUICK_START = re.search(r"--kv-transfer-config '(\{.*\})'", (ROOT / "README.md")
 assert QUICK_START is not None, "README lost its quick start"
 CONNECTOR = QUICK_START[1]  # copied literally, as a newcomer would
 TEXTS = {
-    "one": "A lease is a promise that the blocks found by a query stay where they are for a while. ",
+    "one": "A lease is a promise that blocks found by a query stay where they are for a while. ",
     "two": "What has begun to copy is stopped at its next step and waited for, never abandoned. ",
     "three": "The pool is cut into slabs, and a slab belongs to the model that cut it last. ",
 }
@@ -92,7 +92,7 @@ def test_with_the_stored_bytes_negated_the_outputs_differ(
 def test_a_daemon_killed_in_the_middle_of_loads_costs_no_token_and_comes_back(
     start: Start, tmp_path: Path, model: Path
 ) -> None:
-    """One engine, its own cache off, the same prompts again and again; the daemon dies four times."""
+    """One engine, its own cache off, the same prompts again and again; four daemons die."""
     daemon = start_daemon(start, tmp_path)
     repeat = 60
     more = ("--no-prefix-caching", "--repeat", str(repeat), "--max-tokens", "8")
@@ -116,8 +116,6 @@ def kill_while_a_lease_is_held(daemon: RunningDaemon, engine: Engine) -> bool:
     deadline_s = time.monotonic() + ENGINE_S
 
     async def watch() -> bool:
-        from tests.integration.daemons import connected
-
         async with connected(daemon.address) as kv:
             while time.monotonic() < deadline_s:
                 assert engine.process.poll() is None, engine.log.read_text()[-4000:]
@@ -140,8 +138,7 @@ def test_the_demo_ends_well(start: Start) -> None:
         stderr=subprocess.STDOUT,
     )
     output, _ = demo.communicate(timeout=1400)
-    print(output)
-    assert demo.returncode == 0
+    assert demo.returncode == 0, output
     assert max(map(len, output.splitlines())) <= 80
     found = re.search(r"Second engine: (\d+) of (\d+) prompt tokens came from TriKV", output)
     assert found is not None

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import numpy as np
 import pytest
 
 from tests.conftest import Start
@@ -292,7 +291,7 @@ def test_example_and_status_work_and_the_second_run_finds_the_first_s_blocks(
 def test_after_the_drain_deadline_an_answer_still_means_that_nothing_is_written(
     start: Start, tmp_path: Path
 ) -> None:
-    """Loads of many small pieces, no time to drain: whatever is answered, memory is still after it."""
+    """Loads of many small pieces, no time to drain: after the answer memory is still."""
     daemon = start_daemon(start, tmp_path, "--pool-size", "256mb", "--drain-seconds", "0")
 
     async def main() -> None:
