@@ -145,7 +145,7 @@ struct Rank {
 struct Group {
   # One cache group: blocks are keyed per group.
   blockCount @0 :UInt32;            # engine blocks: ids run from 0 to blockCount - 1
-  pieces @1 :List(Piece);           # 1 to 65,536, in page order: a page is the pieces one after another
+  pieces @1 :List(Piece);           # 1 to 65,536 over all groups, in page order: a page is the pieces one after another
   layout @2 :Text;                  # element type and order inside a piece, e.g. "float32/BHNC"; <= 256 bytes
 }
 

@@ -170,7 +170,7 @@ def read_register(message: Any) -> Register:
         _instance(message.instance),
         rank,
         tuple(_range(memory) for memory in memories),
-        tuple(_group(group) for group in groups),
+        _groups(groups),
         address,
         count,
     )
@@ -180,6 +180,13 @@ def _range(memory: Any) -> Range:
     if memory.which() != "process":
         raise BadRequestError("this daemon has no CUDA: only process memory can be registered")
     return Range(int(memory.process.address), int(memory.process.bytes))
+
+
+def _groups(groups: Any) -> tuple[GroupPieces, ...]:
+    count = sum(len(group.pieces) for group in groups)
+    if count > PIECES_MAX:
+        raise BadRequestError(f"all groups together have at most {PIECES_MAX} pieces, not {count}")
+    return tuple(_group(group) for group in groups)
 
 
 def _group(group: Any) -> GroupPieces:

@@ -7,6 +7,7 @@ without pytest.
 import ctypes
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+START_S = 60.0
 LIBC = ctypes.CDLL(None)
 
 
@@ -54,6 +56,8 @@ class FakeDaemon:
     def wait_ready(self) -> None:
         assert self.child is not None
         assert self.child.stdout is not None
+        ready, _, _ = select.select([self.child.stdout], [], [], START_S)
+        assert ready, "the daemon does not start"
         assert self.child.stdout.readline() == "ready\n"
 
     def tell(self, **knobs: Any) -> str:

@@ -254,14 +254,20 @@ async def commands(store: Store) -> None:
             store.pages = {k: bytes(255 - b for b in v) for k, v in store.pages.items()}
         if knobs.pop("fresh", False):
             store.forget()
-        knobs.pop("counts", False)
+        asked = knobs.pop("counts", False)
         store.knobs.update(knobs)
-        {
+        facts = {
             **store.counts,
             "leases": len(store.leases),
             "pages": len(store.pages),
             "connections": len(store.streams),
         }
+        say(json.dumps(facts) if asked else "ok")
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 async def main(path: str) -> None:
@@ -283,6 +289,7 @@ async def main(path: str) -> None:
     listener.listen(64)
     listener.setblocking(False)  # noqa: FBT003
     async with capnp.kj_loop():
+        say("ready")
         control = asyncio.create_task(commands(store))
         tasks = set()
 

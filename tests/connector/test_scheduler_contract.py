@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def runs(start_shared: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
+def runs(start_shared: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Start all of them at once: they wait more than they compute."""
     folder = tmp_path_factory.mktemp("contract")
     write_model(folder / "model")
@@ -95,9 +94,7 @@ def environ(version: str, folder: Path) -> dict[str, str]:
         paths.insert(0, str(SOURCES / version))
     try:
         importlib.metadata.version("vllm")
-    except (
-        importlib.metadata.PackageNotFoundError
-    ):  # without "cpu" in its version no platform is found
+    except importlib.metadata.PackageNotFoundError:  # no platform is found without its "cpu"
         alias = folder / "alias" / "vllm-0+cpu.dist-info"
         alias.mkdir(parents=True, exist_ok=True)
         (alias / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0+cpu\n")

@@ -6,6 +6,7 @@ Prints one line a scenario: RESULT {"name", "ok", "facts" or "error", "seconds"}
 test_scheduler_contract.py, once for each vLLM version.
 """
 
+import json
 import logging
 import os
 import sys
@@ -82,13 +83,15 @@ def run(name: str, model: str, *, is_real: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    _model, _kind, *names = sys.argv[1:]
+    model, kind, *names = sys.argv[1:]
     if not os.environ.get("RIG_LOG"):
         logging.disable(logging.ERROR)
     for module in MODULES:
         import_module(f"tests.connector.{module}")
-    for _name in names or SCENARIOS:
-        pass
+    for name in names or SCENARIOS:
+        line = json.dumps(run(name, model, is_real=kind == "real"))
+        sys.stdout.write(f"RESULT {line}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

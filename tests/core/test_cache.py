@@ -148,7 +148,8 @@ class CacheMachine(Model, RuleBasedStateMachine):
             if life is None or life.state is not State.SEALED:
                 break
             run.append(life)
-        old = self.leases.get(who)
+        holder = (*who, space)
+        old = self.leases.get(holder)
         hit = self.cache.query(Key(*who, space), words(path_to(node)), now_s=self.now_s)
         same = old is not None and old.deadline_s > self.now_s and old.lives == run
         if old is not None and same and (old.is_whole or hit.lease.id == old.id):
@@ -158,7 +159,7 @@ class CacheMachine(Model, RuleBasedStateMachine):
         for life in run:
             life.pins += 1
         if old is not None:
-            self.end(who)
+            self.end(holder)
         most = int(POOL * self.limits["leased_fraction"])
         room = (most - self.leased_bytes()) // (PAGE * sum(PAGES[space]))
         granted = run[: room if len(self.leases) < self.limits["leases_max"] else 0]
@@ -168,7 +169,7 @@ class CacheMachine(Model, RuleBasedStateMachine):
         if hit.lease is not None:
             assert hit.lease.entries.tolist() == [life.row for life in granted]
             ranks = set(range(len(PAGES[space])))
-            self.leases[who] = Promise(hit.lease.id, granted, ranks, self.now_s + LEASE_S)
+            self.leases[holder] = Promise(hit.lease.id, granted, ranks, self.now_s + LEASE_S)
 
     @rule(which=WHICH, what=st.sampled_from(["request", "request", "engine", "space"]))
     def something_ends(self, which: int, what: str) -> None:
@@ -178,8 +179,9 @@ class CacheMachine(Model, RuleBasedStateMachine):
             return
         who = sorted(self.leases)[which % len(self.leases)]
         if what == "request":
-            self.end(who)
-            self.cache.release(*who)
+            for other in [other for other in self.leases if other[:2] == who[:2]]:
+                self.end(other)
+            self.cache.release(*who[:2])
             return
         for other in [other for other in self.leases if other[0] == who[0]]:
             self.end(other)
@@ -397,4 +399,4 @@ class CacheMachine(Model, RuleBasedStateMachine):
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(stateful_step_count=30, deadline=None)
+TestCache.settings = settings(stateful_step_count=20, deadline=None)

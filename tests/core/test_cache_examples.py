@@ -30,7 +30,7 @@ def fine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(cache: Cache, request: str, rank: int = 0, *, count: int = 1, now_s: float = 0.0) -> None:
-    lease = cache.leases.of_request(key(request).instance, key(request).request)
+    (lease,) = cache.leases.of_request(key(request).instance, key(request).request)
     assert lease is not None
     plan = cache.prepare_load(lease.id, lease.instance, rank, 0, count, now_s=now_s)
     cache.complete_load(plan, copied_count=count, copied_bytes=count * PAGE)
@@ -56,9 +56,7 @@ def test_nothing_behind_a_block_that_is_still_filling_is_a_hit(cache: Cache) -> 
     save(cache, key("r"), [1])
     flying = cache.prepare_save(key("r"), words([2]), rank=0, first=1, now_s=0)
     save(cache, key("r"), [4], first=2)
-    hit = cache.query(key("s"), words([1, 2, 4]), now_s=0)
-    assert hit.lease is not None
-    assert (hit.count, hit.lease.entries.tolist()) == (1, [0])
+    assert cache.query(key("s"), words([1, 2, 4]), now_s=0).count == 1
     cache.complete_save(flying, ALL[:1], copied_bytes=0)
     assert ask(cache, key("s"), [1, 2, 4]) == 3
     assert ask(cache, key("s"), [1, 4]) == 2  # hashes are opaque: positions are the caller's
@@ -103,13 +101,6 @@ def test_a_copy_that_ends_after_its_deadline_is_not_seen_and_its_pages_wait(cach
 def test_a_block_that_was_sealed_in_time_outlives_the_deadline(cache: Cache) -> None:
     save(cache, key("r"), [1])
     assert cache.expire_fills(now_s=1000) == 0
-    assert ask(cache, key("r"), [1]) == 1
-
-
-def test_a_copy_completed_twice_is_our_bug(cache: Cache) -> None:
-    (plan,) = save(cache, key("r"), [1])
-    with pytest.raises(KeyError):
-        cache.complete_save(plan, ALL[:1], copied_bytes=0)
     assert ask(cache, key("r"), [1]) == 1
 
 
@@ -165,7 +156,7 @@ def test_blocks_of_the_message_do_not_go_for_each_other() -> None:
     save(cache, key("earlier"), [1, 2, 3, 4])
     plan = cache.prepare_save(key("r"), words([1, 2, 3, 4, 5, 6]), rank=0, first=0, now_s=0)
     assert len(set(plan.offsets.tolist())) == len(plan.offsets)
-    assert (plan.present_count, plan.refused_count, len(plan.entries)) == (4, 2, 0)
+    assert (plan.present_count, plan.refused_count) == (4, 2)
     save(cache, key("other"), [1, 2, 7])
     assert ask(cache, key("s"), [1, 2, 7]) == 3
 
@@ -190,6 +181,15 @@ def test_rows_come_from_a_slab_that_cannot_be_taken_whole() -> None:
     save(cache, key("t", TWO), [1, 2, 4])
     assert ask(cache, key("u", TWO), [1, 2, 4]) == 2
     assert ask(cache, key("u"), [1, 2, 3]) == 1
+
+
+def test_nothing_goes_that_makes_no_room() -> None:
+    cache = new_cache(entries_max=33, filling_fraction_many_ranks=0.5)
+    for slab in range(4):
+        save(cache, key(f"r{slab}"), list(range(10 * slab + 1, 10 * slab + 9)))
+        cache.query(key(f"s{slab}"), words([10 * slab + 1]), now_s=0)  # no slab can be taken
+    (plan, *_) = save(cache, key("t", TWO), [1, 2])
+    assert (plan.refused_count, cache.counters.evicted_blocks_total) == (2, 0)
 
 
 @pytest.mark.usefixtures("fine")
@@ -275,7 +275,6 @@ def test_an_answer_promises_the_blocks_to_all_ranks(cache: Cache) -> None:
         load(cache, "r", rank, now_s=1)
 
 
-@pytest.mark.xfail(reason="leases and chains are kept by request, not by group", strict=True)
 def test_a_request_holds_blocks_in_several_groups(cache: Cache) -> None:
     save(cache, key("r", ONE), [1])
     save(cache, key("r", FOUR), [1])

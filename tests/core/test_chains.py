@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trikv.core.chains import UNKNOWN, Chain, Chains
+from trikv.core.chains import HOLE_MAX, UNKNOWN, Chain, Chains
 from trikv.core.words import Entries, InstanceName, RequestId, SpaceId
 
 ONE, TWO = InstanceName("one"), InstanceName("two")
@@ -67,6 +67,15 @@ def test_a_shorter_answer_overwrites_the_front_only() -> None:
     assert known(chain) == [(9, 2), (2, 1), (3, 1)]
     put(chain, 0)
     assert known(chain) == [(9, 2), (2, 1), (3, 1)]
+
+
+def test_a_hole_has_a_bound_beyond_which_nothing_is_remembered() -> None:
+    chain = Chain(SPACE)
+    put(chain, 0, 5)
+    put(chain, 1 + HOLE_MAX + 1, 6)
+    assert (known(chain), len(chain.entries)) == ([(5, 1)], 64)
+    put(chain, 1 + HOLE_MAX, 7)
+    assert (chain.length, known(chain)[-1]) == (HOLE_MAX + 2, (7, 1))
 
 
 def of(chains: Chains, request: str, instance: InstanceName = ONE) -> Chain:

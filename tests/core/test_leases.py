@@ -10,13 +10,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from trikv.core.errors import LeaseLostError, OverloadedError
 from trikv.core.leases import Lease, Leases
-from trikv.core.words import Entries, InstanceName, LeaseId, RequestId
+from trikv.core.words import Entries, InstanceName, LeaseId, RequestId, SpaceId
 
 TTL_S = 4
 LEASES_MAX = 4
 PINNED_BYTES_MAX = 20
 INSTANCES = st.sampled_from(["one", "two"]).map(InstanceName)
 REQUESTS = st.sampled_from(["r", "s", "t"]).map(RequestId)
+SPACE = SpaceId(7)
 ONE, TWO, R, S = InstanceName("one"), InstanceName("two"), RequestId("r"), RequestId("s")
 
 
@@ -87,7 +88,12 @@ class LeasesMachine(RuleBasedStateMachine):
         room = (PINNED_BYTES_MAX - used) // block_bytes if len(self.model) < LEASES_MAX else 0
         assert self.leases.room(block_bytes) == room
         entries = np.arange(self.next_entry, self.next_entry + count, dtype=np.int32)
-        facts = {"block_bytes": block_bytes, "rank_count": rank_count, "now_s": self.now_s}
+        facts = {
+            "space": SPACE,
+            "block_bytes": block_bytes,
+            "rank_count": rank_count,
+            "now_s": self.now_s,
+        }
         if count > room:
             with pytest.raises(OverloadedError):
                 self.leases.grant(instance, request, entries, **facts)
@@ -102,7 +108,7 @@ class LeasesMachine(RuleBasedStateMachine):
 
     @rule(instance=INSTANCES, request=REQUESTS)
     def renew(self, instance: InstanceName, request: RequestId) -> None:
-        lease = self.leases.of_request(instance, request)
+        lease = self.leases.of_space(instance, request, SPACE)
         promise = self.model.get((instance, request))
         assert (lease is None) == (promise is None)
         if lease is not None and promise is not None:
@@ -153,7 +159,7 @@ class LeasesMachine(RuleBasedStateMachine):
         held = sum(one.block_bytes * len(one.entries) for one in self.model.values())
         assert self.leases.pinned_bytes == held <= PINNED_BYTES_MAX
         for (instance, request), one in self.model.items():
-            assert self.leases.of_request(instance, request) is active[one.lease.id]
+            assert self.leases.of_space(instance, request, SPACE) is active[one.lease.id]
             assert one.lease.entries.tolist() == one.entries
             assert one.lease.deadline_s == one.deadline_s
 
@@ -166,7 +172,13 @@ def granted(
     leases: Leases, request: RequestId = R, *, now_s: float = 0.0, rank_count: int = 1
 ) -> Lease:
     return leases.grant(
-        ONE, request, entries_of(1, 2), block_bytes=5, rank_count=rank_count, now_s=now_s
+        ONE,
+        request,
+        entries_of(1, 2),
+        space=SPACE,
+        block_bytes=5,
+        rank_count=rank_count,
+        now_s=now_s,
     )
 
 
@@ -212,7 +224,7 @@ def test_another_instance_cannot_use_or_see_a_lease(leases: Leases) -> None:
     lease = granted(leases)
     with pytest.raises(LeaseLostError):
         leases.use(lease.id, TWO, 0, now_s=0)
-    assert leases.of_request(TWO, R) is None
+    assert leases.of_request(TWO, R) == []
     assert leases.of_instance(TWO) == []
     assert leases.use(lease.id, ONE, 0, now_s=0) is lease
 
@@ -225,7 +237,7 @@ def test_limits_count_leases_and_bytes_and_a_refusal_changes_nothing(leases: Lea
     assert (leases.room(1), leases.pinned_bytes) == (0, PINNED_BYTES_MAX)
     with pytest.raises(OverloadedError):
         granted(leases, RequestId("more"))
-    assert leases.of_request(ONE, RequestId("more")) is None
+    assert leases.of_request(ONE, RequestId("more")) == []
     assert (len(leases.active), leases.pinned_bytes) == (2, PINNED_BYTES_MAX)
     few = Leases(TTL_S, 1, PINNED_BYTES_MAX)
     granted(few)
@@ -240,4 +252,17 @@ def test_a_second_lease_of_a_request_is_our_bug(leases: Leases) -> None:
 
 def test_a_lease_on_nothing_is_our_bug(leases: Leases) -> None:
     with pytest.raises(AssertionError):
-        leases.grant(ONE, R, entries_of(), block_bytes=1, rank_count=1, now_s=0)
+        leases.grant(ONE, R, entries_of(), space=SPACE, block_bytes=1, rank_count=1, now_s=0)
+
+
+def test_a_request_has_a_lease_in_each_space_and_loses_them_one_by_one(leases: Leases) -> None:
+    other = SpaceId(8)
+    first = granted(leases)
+    second = leases.grant(
+        ONE, R, entries_of(3), space=other, block_bytes=5, rank_count=1, now_s=0.0
+    )
+    assert leases.of_request(ONE, R) == [first, second]
+    leases.end(first)
+    assert (leases.of_space(ONE, R, SPACE), leases.of_space(ONE, R, other)) == (None, second)
+    leases.end(second)
+    assert leases.of_request(ONE, R) == []

@@ -48,6 +48,7 @@ RETRY_S_MIN: Final = 0.02
 RETRY_S_MAX: Final = 1.0
 STRIKES_MAX: Final = 3
 RETRIED: Final = frozenset({"not-ready", "conflict"})
+ENDED: Final = frozenset({"shutting-down", "engine-lost"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -354,6 +355,8 @@ class Client:
                 link.lost.set()
         elif isinstance(outcome, LostError):
             link.lost.set()
+        elif isinstance(outcome, RefusedError) and outcome.code in ENDED:
+            link.probe.set()  # the session has ended, or will soon: the heartbeat tells
         else:
             self._strikes = 0
 

@@ -124,7 +124,7 @@ class Cache:
         return Hit(count, lease)
 
     def _promise(self, key: Key, facts: SpaceFacts, hits: Entries, *, now_s: float) -> Lease | None:
-        old = self.leases.of_request(key.instance, key.request)
+        old = self.leases.of_space(key.instance, key.request, key.space)
         is_same = old is not None and old.is_whole and np.array_equal(old.entries, hits)
         if old is not None and is_same and old.deadline_s > now_s:
             self.leases.renew(old, now_s=now_s)
@@ -141,6 +141,7 @@ class Cache:
             key.instance,
             key.request,
             granted,
+            space=key.space,
             block_bytes=facts.block_bytes,
             rank_count=facts.rank_count,
             now_s=now_s,
@@ -156,8 +157,7 @@ class Cache:
 
     def release(self, instance: InstanceName, request: RequestId) -> None:
         """The request has ended: its lease ends, its chain is forgotten."""
-        lease = self.leases.of_request(instance, request)
-        if lease is not None:
+        for lease in self.leases.of_request(instance, request):
             self._room.unpin(self.leases.end(lease))
         self.chains.forget(instance, request)
 
@@ -330,7 +330,11 @@ class Cache:
             found = at_hand[self.blocks.state[at_hand] == SEALED]
             kin = np.unique(np.concatenate((self._live(chain), found)))
             self.blocks.pin(kin)
-            self._room.make(facts.shape, count, batch=EVICT_BATCH)
+            self._room.make(
+                facts.shape,
+                count,
+                batch=min(EVICT_BATCH, 1 + self.pages.capacity_bytes // (16 * facts.block_bytes)),
+            )
             self._room.unpin(kin)
         slots = self.pages.allocate(facts.shape, min(count, self.blocks.unused_count))
         if len(slots) == 0:

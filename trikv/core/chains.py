@@ -54,13 +54,13 @@ def _grown(column: NDArray[Any], size: int, fill: int) -> NDArray[Any]:
 
 @dataclass(slots=True)
 class Chains:
-    """The chains of all running requests, least recently used first.
+    """The chains of all running requests, one a space, least recently used first.
 
     At the bound: the least recently used chain is forgotten.
     """
 
     chains_max: int
-    _by_request: OrderedDict[tuple[InstanceName, RequestId], Chain] = field(
+    _by_request: OrderedDict[tuple[InstanceName, RequestId], dict[SpaceId, Chain]] = field(
         default_factory=OrderedDict
     )
 
@@ -68,14 +68,15 @@ class Chains:
         return len(self._by_request)
 
     def of(self, instance: InstanceName, request: RequestId, space: SpaceId) -> Chain:
-        """The chain of a request, a new one if there is none of this space."""
+        """The chain of a request in a space, a new one if there is none."""
         key = (instance, request)
-        chain = self._by_request.get(key)
-        if chain is None or chain.space != space:
-            chain = self._by_request[key] = Chain(space)
-            while len(self._by_request) > self.chains_max:
-                self._by_request.popitem(last=False)
+        chains = self._by_request.setdefault(key, {})
         self._by_request.move_to_end(key)
+        while len(self._by_request) > self.chains_max:
+            self._by_request.popitem(last=False)
+        chain = chains.get(space)
+        if chain is None:
+            chain = chains[space] = Chain(space)
         return chain
 
     def forget(self, instance: InstanceName, request: RequestId) -> None:

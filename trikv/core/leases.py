@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from trikv.core.errors import LeaseLostError, OverloadedError
-from trikv.core.words import Entries, InstanceName, LeaseId, RequestId
+from trikv.core.words import Entries, InstanceName, LeaseId, RequestId, SpaceId
 
 
 @dataclass(slots=True)
@@ -26,6 +26,7 @@ class Lease:
     id: LeaseId
     instance: InstanceName
     request: RequestId
+    space: SpaceId
     entries: Entries
     ranks_left: int  # bit r: rank r has not loaded yet
     deadline_s: float
@@ -52,7 +53,9 @@ class Leases:
     pinned_bytes_max: int
     active: dict[LeaseId, Lease] = field(default_factory=dict)
     pinned_bytes: int = 0
-    _by_request: dict[tuple[InstanceName, RequestId], LeaseId] = field(default_factory=dict)
+    _by_request: dict[tuple[InstanceName, RequestId], dict[SpaceId, LeaseId]] = field(
+        default_factory=dict
+    )
     _deadlines: list[tuple[float, LeaseId]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -66,9 +69,13 @@ class Leases:
             return 0
         return max(0, self.pinned_bytes_max - held) // block_bytes
 
-    def of_request(self, instance: InstanceName, request: RequestId) -> Lease | None:
-        """The active lease of a request, if it has one."""
-        lease_id = self._by_request.get((instance, request))
+    def of_request(self, instance: InstanceName, request: RequestId) -> list[Lease]:
+        """The active leases of a request, at most one a space."""
+        return [self.active[one] for one in self._by_request.get((instance, request), {}).values()]
+
+    def of_space(self, instance: InstanceName, request: RequestId, space: SpaceId) -> Lease | None:
+        """The active lease of a request in one space, if it has one."""
+        lease_id = self._by_request.get((instance, request), {}).get(space)
         return self.active[lease_id] if lease_id is not None else None
 
     def grant(
@@ -77,6 +84,7 @@ class Leases:
         request: RequestId,
         entries: Entries,
         *,
+        space: SpaceId,
         block_bytes: int,
         rank_count: int,
         now_s: float,
@@ -85,8 +93,9 @@ class Leases:
 
         Args:
             instance: whose promise it is.
-            request: asking again replaces or renews; it must have no active lease.
+            request: asking again replaces or renews; it must have no active lease in `space`.
             entries: at least one, in prefix order; the caller pins each of them once.
+            space: the entries' space.
             block_bytes: of the pool, a block.
             rank_count: how many ranks will load; the lease ends with the last of them.
             now_s: seconds on the caller's monotonic clock.
@@ -95,15 +104,17 @@ class Leases:
             OverloadedError: a limit is reached; nothing was changed.
         """
         assert len(entries) > 0
-        assert (instance, request) not in self._by_request
+        assert self.of_space(instance, request, space) is None
         if len(entries) > self.room(block_bytes):
             raise OverloadedError("no more leases or leased bytes are allowed")
         lease_id = LeaseId(next(self._numbers))
         ranks = (1 << rank_count) - 1
         deadline_s = now_s + self.ttl_s
-        lease = Lease(lease_id, instance, request, entries, ranks, deadline_s, block_bytes, ranks)
+        lease = Lease(
+            lease_id, instance, request, space, entries, ranks, deadline_s, block_bytes, ranks
+        )
         self.active[lease_id] = lease
-        self._by_request[instance, request] = lease_id
+        self._by_request.setdefault((instance, request), {})[space] = lease_id
         self.pinned_bytes += block_bytes * len(entries)
         heapq.heappush(self._deadlines, (lease.deadline_s, lease_id))
         return lease
@@ -139,7 +150,10 @@ class Leases:
     def end(self, lease: Lease) -> Entries:
         """End a lease; returns the entries to unpin."""
         del self.active[lease.id]
-        del self._by_request[lease.instance, lease.request]
+        by_space = self._by_request[lease.instance, lease.request]
+        del by_space[lease.space]
+        if not by_space:
+            del self._by_request[lease.instance, lease.request]
         self.pinned_bytes -= lease.block_bytes * len(lease.entries)
         return lease.entries
 
@@ -147,7 +161,7 @@ class Leases:
         """End every lease whose deadline has come.
 
         Returns:
-            The ended leases in order of deadline; the caller unpins their entries.
+            The ended leases; the caller unpins their entries.
         """
         ended = []
         while self._deadlines and self._deadlines[0][0] <= now_s:

@@ -111,7 +111,7 @@ class Room:
 
     def _evict_any(self, shape: ShapeId, count: int, batch: int) -> bool:
         """When rows, not pages, are short: evict from the other shapes' orders."""
-        if self._blocks.unused_count >= count:
+        if self._blocks.unused_count >= min(count, self._pages.free_count(shape)):
             return False
         for other, order in self.orders.items():
             if other != shape:

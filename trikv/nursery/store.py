@@ -182,7 +182,15 @@ class Store:
             self.cache.drop_space(space) for space in self.engines.namespaces.renew(namespace)
         )
         self._open_spaces(namespace)
+        self._close_old_spaces()
         return dropped
+
+    def _close_old_spaces(self) -> None:
+        """Forget the spaces of earlier epochs whose last blocks are gone."""
+        namespaces = self.engines.namespaces.by_fingerprint.values()
+        keep = self.cache.spaces_in_use().union(*(one.spaces for one in namespaces))
+        for space in self.cache.spaces.keys() - keep:
+            self.cache.close_space(space)
 
     def sweep(self) -> None:
         """End what is over: leases, and blocks whose ranks did not all save."""
