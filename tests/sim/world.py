@@ -298,7 +298,7 @@ class World:
             )
             async with trio.open_nursery() as front:
                 for number in range(engines):
-                    model, ranks, pieces = [("a", 1, 2), ("b", 2, 3), ("a", 1, 2)][number % 3]
+                    model, ranks, pieces = [("a", 1, 2), ("b", 2, 3), ("b", 2, 3)][number % 3]
                     engine = FakeEngine(self, number, model, ranks, pieces)
                     front.start_soon(engine.live, requests)
             await trio.sleep(130)  # leases, half-filled blocks and stalled copies run out
