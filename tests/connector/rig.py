@@ -38,6 +38,33 @@ LAYER_NAMES = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
 LOADS_LAST = not hasattr(KVConnectorBase_V1, "register_cross_layers_kv_cache")  # 0.29 and later
 
 
+def configuration(model: str, address: str, *, overlaps: bool, extra: dict[str, Any]) -> Any:
+    """What an engine on this daemon would be configured with."""
+    transfer = KVTransferConfig(
+        kv_connector="TriKVConnector",
+        kv_connector_module_path="trikv.connector",
+        kv_role="kv_both",
+        # Patient, for a machine that is busy with other tests.
+        kv_connector_extra_config={
+            "trikv.address": address,
+            "trikv.query_timeout_ms": 10_000,
+            **extra,
+        },
+    )
+    return EngineArgs(
+        model=model,
+        dtype="float32",
+        max_model_len=1024,
+        block_size=BLOCK,
+        enforce_eager=True,
+        max_num_batched_tokens=512,
+        max_num_seqs=16,
+        skip_tokenizer_init=True,
+        async_scheduling=overlaps,
+        kv_transfer_config=transfer,
+    ).create_engine_config()
+
+
 class Rig:
     """One engine: its scheduler, its worker's connector, its KV memory."""
 
@@ -50,29 +77,7 @@ class Rig:
         overlaps: bool = False,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        transfer = KVTransferConfig(
-            kv_connector="TriKVConnector",
-            kv_connector_module_path="trikv.connector",
-            kv_role="kv_both",
-            # Patient, for a machine that is busy with other tests.
-            kv_connector_extra_config={
-                "trikv.address": address,
-                "trikv.query_timeout_ms": 10_000,
-                **(extra or {}),
-            },
-        )
-        self.config = EngineArgs(
-            model=model,
-            dtype="float32",
-            max_model_len=1024,
-            block_size=BLOCK,
-            enforce_eager=True,
-            max_num_batched_tokens=512,
-            max_num_seqs=16,
-            skip_tokenizer_init=True,
-            async_scheduling=overlaps,
-            kv_transfer_config=transfer,
-        ).create_engine_config()
+        self.config = configuration(model, address, overlaps=overlaps, extra=extra or {})
         self.config.cache_config.num_gpu_blocks = blocks
         self.config.cache_config.block_size = BLOCK
         spec = FullAttentionSpec(

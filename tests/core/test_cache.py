@@ -178,14 +178,11 @@ class CacheMachine(Model, RuleBasedStateMachine):
         if what == "space" or not self.leases:
             return
         who = sorted(self.leases)[which % len(self.leases)]
-        if what == "request":
-            for other in [other for other in self.leases if other[:2] == who[:2]]:
-                self.end(other)
-            self.cache.release(*who[:2])
-            return
-        for other in [other for other in self.leases if other[0] == who[0]]:
+        same = 2 if what == "request" else 1
+        for other in [other for other in self.leases if other[:same] == who[:same]]:
             self.end(other)
-        self.cache.release_instance(who[0])
+        end = self.cache.release if same > 1 else self.cache.release_instance
+        end(*who[:same])
 
     def drop_space(self, space: SpaceId) -> None:
         lost = [life for life in self.lives.values() if life.space == space]
