@@ -215,9 +215,12 @@ class Blocks:
         """
         rows = entries.astype(np.int64)  # as in `pin`
         pins = self.pins[rows] - 1
-        assert not bool((pins < 0).any())
+        assert len(pins) == 0 or pins.min() >= 0
         self.pins[rows] = pins
         is_sealed = self.state[rows] == SEALED
+        if len(pins) and is_sealed.all() and pins.max() == 0:  # as nearly always
+            self.evictable[rows] = True
+            return entries, entries[:0]
         is_evictable = is_sealed & (pins == 0)
         self.evictable[rows[is_evictable]] = True
         return entries[is_evictable], self._free_unheld(entries[~is_sealed])

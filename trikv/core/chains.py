@@ -36,6 +36,10 @@ class Chain:
         if first > self.length + HOLE_MAX:
             return
         end = first + len(entries)
+        if self.length == 0 and first == 0:
+            self.entries, self.generations = entries.copy(), generations.copy()
+            self.length = end
+            return
         if end > len(self.entries):
             room = max(end, 2 * len(self.entries), 64)
             self.entries = _grown(self.entries, room, UNKNOWN)

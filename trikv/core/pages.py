@@ -72,6 +72,7 @@ class Pages:
         self.capacity_bytes = self.slab_count * slab_bytes
         self.slots_per_slab_max = slab_bytes // PAGE_ALIGN
         self.newest_use = np.full(self.slab_count, NEVER, np.int64)
+        self._newest_stamp = NEVER
         self._shape_of = np.full(self.slab_count, NO_SHAPE, np.int64)
         self._free_slabs = list(range(self.slab_count - 1, -1, -1))  # a stack, lowest on top
         self._ids: dict[tuple[int, ...], ShapeId] = {}
@@ -220,7 +221,10 @@ class Pages:
     def used(self, slots: Slots, stamp: int) -> None:
         """Raise the newest use of the slots' slabs to `stamp`, if it is older."""
         slabs = self.slab_of(slots)
-        self.newest_use[slabs] = np.maximum(self.newest_use.take(slabs), stamp)
+        if stamp < self._newest_stamp:
+            self.newest_use[slabs] = np.maximum(self.newest_use.take(slabs), stamp)
+        else:
+            self.newest_use[slabs] = self._newest_stamp = stamp
 
     def slabs_of_other_shapes(self, shape: ShapeId) -> Slabs:
         """Slabs that other shapes use, oldest `newest_use` first; a scan and sort of the slabs."""
