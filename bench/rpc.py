@@ -110,6 +110,7 @@ def measure(
     waited: dict[int, list[float]] = {count: [] for count in COUNTS}
     blocked: dict[int, list[float]] = {count: [] for count in COUNTS}
     beside: dict[int, list[float]] = {count: [] for count in COUNTS}
+    empty: list[float] = []
     for turn in range(ROUNDS):
         for count in COUNTS:
             for call in range(calls // ROUNDS):
@@ -121,11 +122,16 @@ def measure(
                 waited[count].append(time.perf_counter() - begin_s)
                 blocked[count].append(sent_s - begin_s)
                 assert found.hit_count == count, (turn, count, found)
+            for _ in range(calls // ROUNDS // len(COUNTS)):
+                begin_s = time.perf_counter()
+                engine.scheduler.client.call("heartbeat", {}, lambda _: None).result(30)
+                empty.append(time.perf_counter() - begin_s)
             if grpc is not None:
                 for call in range(calls // ROUNDS):
                     begin_s = time.perf_counter()
                     grpc(prompts[count][call % PROMPTS])
                     beside[count].append(time.perf_counter() - begin_s)
+    yield Line(f"{case}, empty call", "heartbeat p50", percentile(empty, 0.5), "us")
     for count, target in COUNTS.items():
         name = f"{case}, {count} hashes"
         other = beside[count]
