@@ -23,11 +23,11 @@ from typing import Final, Protocol
 import numpy as np
 
 from bench.lines import Line, print_json, print_table
-from trikv.core.cache import Cache, Limits
+from trikv.core.cache import Cache
 from trikv.core.eviction import NEVER, LeafFirstLru
 from trikv.core.index import Index
 from trikv.core.pages import Pages
-from trikv.core.plans import Key
+from trikv.core.plans import Key, Limits
 from trikv.core.words import Entries, InstanceName, RequestId, SpaceId, Words
 
 PREFIX: Final = 512

@@ -76,6 +76,42 @@ def local_hit_then_external(world: World) -> dict[str, Any]:
 
 
 @scenario
+def chunked_prefill(world: World) -> dict[str, Any]:
+    """A prompt longer than a step: only what is computed is saved."""
+    prompt = [3 + (i * i) % 191 for i in range(700)]
+    cold = world.warmed(prompt, 43)
+    rig = world.rig()
+    rig.add("warm", prompt)
+    rig.run()
+    assert rig.admitted["warm"] == 43 * 16
+    assert not rig.wrong
+    assert rig.outputs["warm"] == cold
+    return {"steps": rig.steps}
+
+
+@scenario
+def blocks_outlive_their_request(world: World) -> dict[str, Any]:
+    """Saves read the blocks of an ended request while the next one wants them."""
+    world.daemon.tell(save_s=0.2)
+    rig = world.rig(blocks=9)
+    free = rig.free
+    prompts = {f"p{i}": [i + 3, *PROMPT] for i in range(5)}
+    for name, prompt in prompts.items():
+        rig.add(name, prompt, 1)
+    rig.run()
+    rig.settle(free)
+    other = world.rig()
+    world.daemon.tell(save_s=0)
+    for name, prompt in prompts.items():
+        other.add(name, prompt, 1)
+    other.run()
+    assert not other.wrong, other.wrong
+    assert other.outputs == rig.outputs
+    assert all(tokens == 96 for tokens in other.admitted.values()), other.admitted
+    return {"steps": rig.steps}
+
+
+@scenario
 def abort_during_load(world: World) -> dict[str, Any]:
     world.warmed(PROMPT, 6)
     world.daemon.tell(load_s=0.3)

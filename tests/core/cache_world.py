@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from trikv.core.blocks import State
-from trikv.core.cache import Cache, Limits
-from trikv.core.plans import Key, SavePlan
+from trikv.core.cache import Cache
+from trikv.core.plans import Key, Limits, SavePlan
 from trikv.core.words import InstanceName, LeaseId, RequestId, SpaceId, Words
 
 PAGE = 4096

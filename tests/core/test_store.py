@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trikv.core import namespace as namespaces
-from trikv.core.cache import Cache, Limits
+from trikv.core.cache import Cache
 from trikv.core.calls import Declare, GroupPieces, Load, Named, Query, Register, Save
 from trikv.core.engines import Engines
 from trikv.core.errors import (
@@ -20,7 +20,7 @@ from trikv.core.errors import (
 )
 from trikv.core.layout import GroupLayout, Piece, Range
 from trikv.core.namespace import Fields
-from trikv.core.plans import Hit, LoadPlan, SavePlan
+from trikv.core.plans import Hit, Limits, LoadPlan, SavePlan
 from trikv.core.words import InstanceName, LeaseId, RequestId, SessionId, Words
 from trikv.nursery import store as module
 from trikv.nursery.store import Store

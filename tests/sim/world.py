@@ -15,11 +15,12 @@ import trio
 from numpy.typing import NDArray
 
 from tests.sim.fakes import FakeMemory, FakeProcess, Faults, content
-from trikv.core.cache import Cache, Limits
+from trikv.core.cache import Cache
 from trikv.core.calls import Declare, GroupPieces, Load, Query, Register, Save
 from trikv.core.engines import Engines
 from trikv.core.errors import EngineLostError, KvError
 from trikv.core.layout import Piece, Range
+from trikv.core.plans import Limits
 from trikv.core.words import InstanceName, LeaseId, RequestId
 from trikv.nursery.copying import Copying
 from trikv.nursery.service import Service, sweep

@@ -7,9 +7,9 @@ This file does not know connections, memory, tasks, clocks or logs.
 
 import itertools
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
+import numpy.ma  # np.unique loads it when first used: 50 ms in the midst of a call
 from numpy.typing import NDArray
 
 from trikv.core.blocks import ABSENT, FILLING, SEALED, Blocks
@@ -19,7 +19,7 @@ from trikv.core.errors import BadRequestError
 from trikv.core.index import Index
 from trikv.core.leases import Lease, Leases
 from trikv.core.pages import Pages
-from trikv.core.plans import Hit, Key, LoadPlan, SavePlan, SpaceFacts
+from trikv.core.plans import Hit, Key, Limits, LoadPlan, SavePlan, SpaceFacts
 from trikv.core.room import Room
 from trikv.core.words import (
     Entries,
@@ -34,19 +34,6 @@ from trikv.core.words import (
 
 EVICT_BATCH = 256
 """Blocks evicted at once when room is needed, so that the cost is paid seldom and in bulk."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of a cache; each has its behaviour at the bound in the method that meets it."""
-
-    lease_s: float = 30.0
-    leases_max: int = 16_384
-    leased_fraction: float = 0.5
-    fill_s: float = 30.0
-    filling_fraction: float = 0.5
-    filling_fraction_many_ranks: float = 0.1
-    chains_max: int = 65_536
 
 
 class Cache:

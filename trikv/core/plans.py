@@ -14,6 +14,19 @@ from trikv.core.words import Entries, InstanceName, Offsets, RequestId, ShapeId,
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of a cache; each has its behaviour at the bound in the method that meets it."""
+
+    lease_s: float = 30.0
+    leases_max: int = 16_384
+    leased_fraction: float = 0.5
+    fill_s: float = 30.0
+    filling_fraction: float = 0.5
+    filling_fraction_many_ranks: float = 0.1
+    chains_max: int = 65_536
+
+
+@dataclass(frozen=True, slots=True)
 class Key:
     """Who calls about what: an instance's request in one space."""
 

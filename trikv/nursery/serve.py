@@ -22,9 +22,10 @@ import trio
 
 from trikv import __version__, config
 from trikv.config import SettingError, Settings
-from trikv.core.cache import Cache, Limits
+from trikv.core.cache import Cache
 from trikv.core.engines import Engines
 from trikv.core.pages import PAGE_ALIGN
+from trikv.core.plans import Limits
 from trikv.nursery.copying import Copying
 from trikv.nursery.guest import Guest
 from trikv.nursery.listening import AddressError, bind
