@@ -163,10 +163,10 @@ def run_all(folder: Path, socket: str) -> dict[str, list[Request]]:
         ("second", "a new process with TriKV, cache full", VARIED, (), socket),
     )
     for name, what, names, more, at in plan:
-        say(f"engine '{name}': {what} (20-60 s, most of it the start)")
+        say(f"engine '{name}': {what} (20-60 s)")
         with engine(folder, name, names, *more, socket=at) as child:
             results[name] = finish(folder, name, child)
-    say("engines 'left' and 'right': two processes at once on one pool (30-90 s)")
+    say("engines 'left' and 'right': two at once on one pool (30-90 s)")
     meeting = folder / "meeting"
     meeting.mkdir()
     meet = ("--meet", str(meeting))
