@@ -84,7 +84,7 @@ BUGS: Final = (
     (
         "a block whose copy failed stays in the index",
         "core/cache.py",
-        "            self._unindex(lost, was_filling=True)\n",
+        "            self.index.remove(lost)\n",
         "",
     ),
     (

@@ -255,7 +255,8 @@ class Cache:
         self._room.free(freed)
         if not bool(copied.all()):
             lost, freed = self.blocks.fail(plan.entries[~copied])
-            self._unindex(lost, was_filling=True)
+            self.index.remove(lost)
+            self._filling_bytes -= len(lost) * facts.block_bytes
             self._room.free(freed)
         self._filling_bytes -= len(sealed) * facts.block_bytes
         self._touch_chain(facts.shape, plan.chain, sealed)
@@ -341,13 +342,8 @@ class Cache:
             return
         was_filling = entries[self.blocks.state[entries] == FILLING]
         self._filling_bytes -= self._bytes_of(was_filling)
-        self._unindex(entries, was_filling=False)
-        self._room.free(self.blocks.drop(entries))
-
-    def _unindex(self, entries: Entries, *, was_filling: bool) -> None:
-        if was_filling:
-            self._filling_bytes -= self._bytes_of(entries)
         self.index.remove(entries)
+        self._room.free(self.blocks.drop(entries))
 
     def _bytes_of(self, entries: Entries) -> int:
         spaces, counts = np.unique(self.blocks.space[entries], return_counts=True)

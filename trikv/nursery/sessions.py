@@ -90,7 +90,7 @@ class Sessions:
         session.last_s = trio.current_time()
 
     def close(self, session: Session, cause: str) -> None:
-        """Begin a session's end; `run` carries it out. Closing twice is fine."""
+        """Begin a session's end, at once without copies. Closing twice is fine."""
         if session.is_closing:
             return
         session.is_closing = True

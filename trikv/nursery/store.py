@@ -149,8 +149,7 @@ class Store:
         """
         instance = self.engines.ready(name)
         lease = self.cache.leases.use(call.lease, instance.name, call.rank, now_s=self.now_s())
-        space = SpaceId(int(self.cache.blocks.space[lease.entries[0]]))
-        group = self._group_of(instance, space)
+        group = self._group_of(instance, lease.space)
         layout = self._layout(session, name, call.rank, group)
         layout.check_blocks(call.blocks)
         if len(np.unique(call.blocks)) < len(call.blocks):
