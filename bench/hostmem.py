@@ -18,7 +18,8 @@ import numpy as np
 
 from bench.lines import Line, print_json, print_table
 from trikv.core.layout import GroupLayout, Piece, Range
-from trikv.tiers.hostmem import Copy, HeldProcess, run
+from trikv.tiers.copies import Copy
+from trikv.tiers.hostmem import HeldProcess, run
 
 CASES = {"one piece of 2.25 MiB": 1, "18 pieces of 128 KiB": 18, "72 pieces of 32 KiB": 72}
 PAGE_BYTES = 2_359_296
@@ -55,7 +56,7 @@ def measure(mebibytes: int) -> Iterator[Line]:
     blocks = (mebibytes << 20) // PAGE_BYTES
     size = blocks * PAGE_BYTES
     pool, other = np.ones(size, np.uint8), np.ones(size, np.uint8)
-    pages = pool.ctypes.data + np.arange(blocks, dtype=np.uint64) * np.uint64(PAGE_BYTES)
+    offsets = np.arange(blocks, dtype=np.int64) * PAGE_BYTES
     order = np.random.default_rng(2).permutation(blocks).astype(np.int32)
     times: dict[tuple[str, bool], list[float]] = {}
     plain: list[float] = []
@@ -72,9 +73,9 @@ def measure(mebibytes: int) -> Iterator[Line]:
                 )
                 layout = GroupLayout((Range(address, size),), pieces, blocks, "bytes")
                 for into_engine in (False, True):
-                    copy = Copy(process, layout, order, pages, into_engine)
+                    copy = Copy(process, layout, order, offsets, into_engine)
                     begin_s = time.perf_counter()
-                    arrived = run(copy, lambda: False, 20.0)
+                    arrived = run(copy, pool.ctypes.data, lambda: False, 20.0)
                     took_s = time.perf_counter() - begin_s
                     times.setdefault((case, into_engine), []).append(took_s)
                     assert arrived.all()

@@ -118,10 +118,10 @@ struct Memory {
       address @0 :UInt64;
       bytes @1 :UInt64;
     }
-    cudaIpc :group {                # reserved for GPU memory: refused by a daemon without CUDA
-      handle @2 :Data;              # the raw 64-byte handle of the allocation
-      allocationBytes @3 :UInt64;
-      deviceUuid @4 :Data;          # 16 bytes
+    cudaIpc :group {                # one CUDA allocation; refused by a daemon without CUDA
+      handle @2 :Data;              # the raw 64-byte handle of the whole allocation
+      allocationBytes @3 :UInt64;   # at most 1 TiB
+      deviceUuid @4 :Data;          # 16 bytes, as the driver gives it; one GPU a rank
     }
   }
 }
@@ -137,9 +137,12 @@ struct Piece {
 struct Rank {
   instance @0 :Text;
   rank @1 :UInt16;
-  memories @2 :List(Memory);        # 1 to 4,096, shared by all groups
+  memories @2 :List(Memory);        # 1 to 4,096, of one kind, shared by all groups
   groups @3 :List(Group);           # 1 to 16
   fences @4 :Fences;
+  events @5 :List(Data);
+  # GPU memory: raw 64-byte handles of CUDA events, at most 256. A save or load that names one is
+  # ordered after the work that the engine had queued when it last recorded that event.
 }
 
 struct Group {
@@ -164,6 +167,9 @@ struct RegisterReply {
       namespace @1 :Text;
       pageBytes @2 :List(UInt64);   # a group: bytes of one block on this rank
       notes @3 :List(Text);
+      writers @4 :List(Int32);
+      # Processes besides the daemon's that write the rank's memory: it is left alone for certain
+      # only when these have ended too. When one ends, the daemon ends the session.
     }
   }
 }
@@ -196,6 +202,7 @@ struct Save {
   blocks @6 :Data;
   fence @7 :UInt32;                 # index into `Fences`; ignored when the rank has none
   generation @8 :UInt64;
+  event @9 :UInt16;                 # 1 + index into `Rank.events`; 0: the blocks are complete now
 }
 
 struct SaveReply {
@@ -215,6 +222,7 @@ struct Load {
   first @2 :UInt32;                 # position of the first block inside the lease
   blocks @3 :Data;                  # where the blocks go; at most 65,536
   budgetSeconds @4 :Float32;        # blocks not begun by then are reported as failed; 0: no limit
+  event @5 :UInt16;                 # 1 + index into `Rank.events`; 0: the blocks may be written now
 }
 
 struct LoadReply {
@@ -245,6 +253,16 @@ struct Status {
   engines @6 :List(EngineStatus);
   counters @7 :List(Counter);       # monotonic since start; names as in docs/metrics.md
   stallSeconds @8 :Float32;         # longest processor time of the main thread between two turns of its loop
+  copiers @9 :List(CopierStatus);   # one a GPU that an engine has registered
+}
+
+struct CopierStatus {
+  deviceUuid @0 :Text;              # 32 hex digits
+  name @1 :Text;                    # of the GPU; empty until it is open
+  pid @2 :Int32;                    # 0: none runs
+  state @3 :Text;                   # why the last one ended, until a new one has mapped a rank
+  endedCount @4 :UInt64;            # how often one has ended since the daemon's start
+  registeredBytes @5 :UInt64;       # of the pool, once all of it is registered with the GPU
 }
 
 struct PoolStatus {

@@ -34,6 +34,7 @@ class Settings:
     max_blocks: int | None
     max_engines: int
     copy_threads: int
+    gpu_staging: int
     lease_seconds: float
     heartbeat_seconds: float
     fill_seconds: float
@@ -161,6 +162,13 @@ OPTIONS: Final = (
         _number(int, 1, 64),
         2,
         "threads that copy in each direction, for engines without a GPU",
+    ),
+    Option(
+        "gpu-staging",
+        _size(1 << 20),
+        384 << 20,
+        "GPU memory in which scattered pieces of blocks are gathered, on each GPU with engines; "
+        "both directions together",
     ),
     Option(
         "lease-seconds",

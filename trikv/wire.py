@@ -14,7 +14,7 @@ import capnp
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.calls import Declare, GroupPieces, Load, Query, Register, Save
+from trikv.core.calls import Declare, GpuMemory, GroupPieces, Load, Query, Register, Save
 from trikv.core.errors import BadRequestError
 from trikv.core.layout import ADDRESS_MAX, Piece, Range
 from trikv.core.words import InstanceName, LeaseId, RequestId, Words
@@ -34,6 +34,10 @@ MEMORIES_MAX: Final = 4_096
 GROUPS_MAX: Final = 16
 PIECES_MAX: Final = 65_536
 FENCES_MAX: Final = 65_536
+EVENTS_MAX: Final = 256
+IPC_HANDLE_BYTES: Final = 64
+UUID_BYTES: Final = 16
+ALLOCATION_BYTES_MAX: Final = 1 << 40
 POSITIONS_MAX: Final = 1 << 24
 BUDGET_S_MAX: Final = 3_600
 
@@ -166,20 +170,38 @@ def read_register(message: Any) -> Register:
     address = int(message.fences.address)
     if count and not 0 < address < ADDRESS_MAX - 8 * count:
         raise BadRequestError("fences leave the address space")
-    return Register(
-        _instance(message.instance),
-        rank,
-        tuple(_range(memory) for memory in memories),
-        _groups(groups),
-        address,
-        count,
-    )
+    events = bounded(message.events, "events", count_max=EVENTS_MAX)
+    ranges, gpu = _memories(memories, events)
+    return Register(_instance(message.instance), rank, ranges, _groups(groups), address, count, gpu)
 
 
-def _range(memory: Any) -> Range:
-    if memory.which() != "process":
-        raise BadRequestError("this daemon has no CUDA: only process memory can be registered")
-    return Range(int(memory.process.address), int(memory.process.bytes))
+def _memories(memories: Any, events: Any) -> tuple[tuple[Range, ...], GpuMemory | None]:
+    kinds = {memory.which() for memory in memories}
+    if kinds == {"process"}:
+        found = [memory.process for memory in memories]
+        return tuple(Range(int(one.address), int(one.bytes)) for one in found), None
+    if kinds != {"cudaIpc"}:
+        raise BadRequestError("all memories of a rank must be of one kind that this daemon knows")
+    allocations = [memory.cudaIpc for memory in memories]
+    devices = {_blob(one.deviceUuid, "deviceUuid", UUID_BYTES) for one in allocations}
+    if len(devices) > 1:
+        raise BadRequestError("all memories of a rank must be of one GPU")
+    handles = tuple(_blob(one.handle, "handle", IPC_HANDLE_BYTES) for one in allocations)
+    if len(set(handles)) < len(handles):
+        raise BadRequestError("an allocation stands twice")
+    sizes = [int(one.allocationBytes) for one in allocations]
+    if max(sizes) > ALLOCATION_BYTES_MAX:
+        raise BadRequestError(f"an allocation has at most {ALLOCATION_BYTES_MAX} bytes")
+    # Addresses are the copier's business; these only keep allocations apart for the checks.
+    ranges = tuple(Range((at + 1) * ALLOCATION_BYTES_MAX, size) for at, size in enumerate(sizes))
+    recorded = tuple(_blob(one, "an event", IPC_HANDLE_BYTES) for one in events)
+    return ranges, GpuMemory(devices.pop(), handles, recorded)
+
+
+def _blob(value: Any, name: str, size: int) -> bytes:
+    if len(value) != size:
+        raise BadRequestError(f"{name} must have {size} bytes, not {len(value)}")
+    return bytes(value)
 
 
 def _groups(groups: Any) -> tuple[GroupPieces, ...]:
@@ -228,6 +250,7 @@ def read_save(message: Any) -> Save:
         blocks,
         int(message.fence),
         int(message.generation),
+        int(message.event),
     )
 
 
@@ -242,7 +265,12 @@ def read_load(message: Any) -> Load:
     if not 0 <= budget_s < BUDGET_S_MAX:
         raise BadRequestError(f"budgetSeconds must lie in 0 to {BUDGET_S_MAX}")
     return Load(
-        int(message.rank), LeaseId(int(message.lease)), int(message.first), blocks, budget_s
+        int(message.rank),
+        LeaseId(int(message.lease)),
+        int(message.first),
+        blocks,
+        budget_s,
+        int(message.event),
     )
 
 

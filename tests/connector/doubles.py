@@ -42,12 +42,14 @@ class FakeCalls:
         self.queries.append((request, hashes, future))
         return future
 
-    def load(self, job: LoadJob, _via: Any, _budget_s: float) -> "Future[tuple[int, ...]]":
+    def load(
+        self, job: LoadJob, _via: Any, _budget_s: float, _event: int
+    ) -> "Future[tuple[int, ...]]":
         future: Future[tuple[int, ...]] = Future()
         self.loads[job.request] = (job, future)
         return future
 
-    def save(self, job: SaveJob, fence: int, generation: int) -> "Future[Saved]":
+    def save(self, job: SaveJob, fence: int, generation: int, _event: int) -> "Future[Saved]":
         future: Future[Saved] = Future()
         self.saves[job.number] = (job, fence, generation, future)
         return future

@@ -147,7 +147,32 @@ BOUNDS: list[tuple[str, Facts, Facts]] = [
     ("register", {"rank": 0}, {"rank": 65_535}),
     ("register", {"memories": [MEMORY]}, {"memories": []}),
     ("register", {"memories": [MEMORY] * 4096}, {"memories": [MEMORY] * 4097}),
-    ("register", {"memories": [MEMORY]}, {"memories": [CUDA]}),
+    (
+        "register",
+        {"memories": [CUDA]},
+        {"memories": [{"cudaIpc": {**CUDA["cudaIpc"], "handle": b"h"}}]},
+    ),
+    (
+        "register",
+        {"memories": [CUDA]},
+        {"memories": [{"cudaIpc": {**CUDA["cudaIpc"], "deviceUuid": b""}}]},
+    ),
+    ("register", {"memories": [CUDA]}, {"memories": [CUDA, CUDA]}),
+    (
+        "register",
+        {"memories": [{"cudaIpc": {**CUDA["cudaIpc"], "allocationBytes": 1 << 40}}]},
+        {"memories": [{"cudaIpc": {**CUDA["cudaIpc"], "allocationBytes": (1 << 40) + 1}}]},
+    ),
+    (
+        "register",
+        {"memories": [CUDA], "events": [b"e" * 64] * 256},
+        {"memories": [CUDA], "events": [b"e" * 64] * 257},
+    ),
+    (
+        "register",
+        {"memories": [CUDA], "events": [b"e" * 64]},
+        {"memories": [CUDA], "events": [b"e" * 63]},
+    ),
     ("register", {"memories": [MEMORY]}, {"memories": [MEMORY, CUDA]}),
     ("register", {"groups": [group()]}, {"groups": []}),
     ("register", {"groups": [group()] * 16}, {"groups": [group()] * 17}),

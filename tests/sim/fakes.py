@@ -13,9 +13,10 @@ import numpy as np
 import trio
 from numpy.typing import NDArray
 
+from trikv.core.calls import Register
 from trikv.core.errors import EngineLostError
-from trikv.core.layout import GroupLayout
-from trikv.tiers.hostmem import Copy, Process
+from trikv.nursery.sessions import Attachment
+from trikv.tiers.copies import Copy, Process
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +62,12 @@ class FakeMemory:
         self.rng = rng
         self.faults = faults
 
-    def transfer(
-        self,
-        process: Process,
-        layout: GroupLayout,
-        blocks: NDArray[np.int32],
-        offsets: NDArray[np.int64],
-        *,
-        into_engine: bool,
-    ) -> Copy:
-        pages = offsets.astype(np.uint64)
-        return Copy(process, layout, blocks, pages, into_engine)
-
     async def copy(self, transfer: Copy, is_stopped: Callable[[], bool]) -> NDArray[np.bool_]:
-        arrived = np.zeros(len(transfer.pages), np.bool_)
+        arrived = np.zeros(len(transfer.blocks), np.bool_)
         process = transfer.process
         assert isinstance(process, FakeProcess)
         pieces = transfer.layout.addresses(transfer.blocks)
-        for block, page in enumerate(transfer.pages.tolist()):
+        for block, page in enumerate(transfer.offsets.tolist()):
             pause_s = self.rng.expovariate(1 / self.faults.copy_s_mean)
             if self.rng.random() < self.faults.copy_stall_p:
                 pause_s += 60
@@ -101,6 +90,12 @@ class FakeMemory:
                     await trio.sleep(pause_s / 4)  # a save can be torn by an overwrite
             arrived[block] = True
         return arrived
+
+    async def attach(self, call: Register, on_lost: Callable[[str], None]) -> None:
+        """Process memory: nothing is mapped."""
+
+    def detach(self, attachment: Attachment) -> None:
+        raise AssertionError("nothing was attached")
 
     async def read_word(self, process: Process, address: int) -> int | None:
         assert isinstance(process, FakeProcess)

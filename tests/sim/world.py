@@ -261,7 +261,7 @@ class World:
         self.cache = Cache(pool_bytes, slab_bytes, entries_max=256, seed=seed, limits=limits)
         self.memory = FakeMemory(pool_bytes, self.rng, faults)
         store = Store(self.cache, Engines(16), trio.current_time)
-        self.sessions = Sessions(store, 256, 10.0)
+        self.sessions = Sessions(store, 256, 10.0, self.memory.detach)
         self.saving, self.loading = (
             Copying(name, self.memory, self.sessions, workers=2, queue_jobs_max=8)
             for name in ("save", "load")

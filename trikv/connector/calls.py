@@ -65,8 +65,8 @@ class Calls:
         body = {"request": request, "group": 0, "hashBytes": hash_bytes, "hashes": hashes}
         return self.client.call("query", {"query": body}, _read_answer)
 
-    def save(self, job: SaveJob, fence: int, generation: int) -> Future[Saved]:
-        """Copy blocks out of this rank's memory."""
+    def save(self, job: SaveJob, fence: int, generation: int, event: int) -> Future[Saved]:
+        """Copy blocks out of this rank's memory, after the work before `event` (0: at once)."""
         body = {
             "rank": self._rank,
             "group": 0,
@@ -77,12 +77,15 @@ class Calls:
             "blocks": job.blocks,
             "fence": fence,
             "generation": generation,
+            "event": event,
         }
         return self.client.call(
             "save", {"save": body}, _read_saved, deadline_s=None, retry_s=SAVE_RETRY_S
         )
 
-    def load(self, job: LoadJob, via: Attached, budget_s: float) -> Future[tuple[int, ...]]:
+    def load(
+        self, job: LoadJob, via: Attached, budget_s: float, event: int
+    ) -> Future[tuple[int, ...]]:
         """Copy leased blocks into this rank's memory; the future holds positions that failed."""
         body = {
             "rank": self._rank,
@@ -90,6 +93,7 @@ class Calls:
             "first": job.first,
             "blocks": job.blocks,
             "budgetSeconds": budget_s,
+            "event": event,
         }
         return self.client.call("load", {"load": body}, _read_failed, deadline_s=None, via=via)
 

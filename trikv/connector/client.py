@@ -59,7 +59,7 @@ class Attached:
     epoch: int  # of the daemon: another one after its restart
     address: str
     namespace: str  # empty while parts of the engine are missing
-    watch: peers.Watch | None  # None over TCP
+    watch: peers.Watch | None  # None over TCP; of the daemon and of all who write for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,15 +255,20 @@ class Client:
         """Attach and stay until the connection is lost; returns whether it was of any use."""
         self._is_suspect, self._strikes = False, 0
         link.spawn(self._beat(link))
-        namespace = await self._introduce(link, introduction)
-        if namespace is None:
+        named = await self._introduce(link, introduction)
+        if named is None:
+            return False
+        namespace, writers = named
+        watch = link.watch.joined(writers) if link.watch is not None else None
+        if introduction.offers_memory and watch is None:
+            self._say(logging.WARNING, f"TriKV: {link.where}: its copier cannot be watched")
             return False
         self._attached = Attached(
             number=next(self._numbers),
             epoch=link.epoch,
             address=str(link.where),
             namespace=namespace,
-            watch=link.watch,
+            watch=watch,
         )
         self._said.clear()
         which = f", namespace {namespace}" if namespace else ""
@@ -273,8 +278,14 @@ class Client:
             self._log.warning("TriKV: lost %s; computing without it until it is back", link.where)
         return True
 
-    async def _introduce(self, link: Link, introduction: Introduction) -> str | None:
-        """Declare or register, again while the daemon is not ready; returns the namespace."""
+    async def _introduce(
+        self, link: Link, introduction: Introduction
+    ) -> tuple[str, tuple[int, ...]] | None:
+        """Declare or register, again while the daemon is not ready.
+
+        Returns:
+            The namespace, and who else writes this process's memory; None: it will not be.
+        """
         if introduction.offers_memory:
             if link.watch is None:
                 self._say(
@@ -289,9 +300,9 @@ class Client:
         wait_s = RETRY_S_MIN
         while not link.lost.is_set():
             outcome = await link.ask(
-                introduction.method, introduction.params(), _read_namespace, ATTACH_S
+                introduction.method, introduction.params(), _read_named, ATTACH_S
             )
-            if isinstance(outcome, str):
+            if isinstance(outcome, tuple):
                 return outcome
             self._say(logging.WARNING, f"TriKV: {link.where}: {introduction.method}: {outcome}")
             if not isinstance(outcome, RefusedError):
@@ -367,8 +378,9 @@ class Client:
             self._log.log(level, line)
 
 
-def _read_namespace(response: Any) -> str:  # noqa: ANN401
-    return str(checked(response.reply).namespace)
+def _read_named(response: Any) -> tuple[str, tuple[int, ...]]:  # noqa: ANN401
+    ok = checked(response.reply)
+    return str(ok.namespace), tuple(int(pid) for pid in ok.writers)
 
 
 def _read_nothing(_response: Any) -> None:  # noqa: ANN401

@@ -157,7 +157,12 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._client = Client(Settings(software, given=self._settings.address), self._log)
         calls = Calls(self._client)
         if role == KVConnectorRole.WORKER:
-            self._worker = WorkerHalf(calls, self._log, save_s=self._settings.save_s)
+            self._worker = WorkerHalf(
+                calls,
+                self._log,
+                save_s=self._settings.save_s,
+                orders_loads=not engine.abilities(KVConnectorBase_V1).has_deferred_frees,
+            )
             return
         instance = {
             "name": self._instance,

@@ -20,6 +20,7 @@ def abilities(base: type) -> Abilities:
         has_sleep_hooks=hasattr(base, "supports_sleep_mode"),
         has_fixed_seed=hasattr(hashing, "resolve_none_hash_seed"),
         has_mamba_hits=hasattr(base, "set_xfer_handshake_metadata_pp_aware"),
+        has_deferred_frees=hasattr(base, "has_pending_push_work"),
     )
 
 

@@ -10,6 +10,7 @@ import os
 import select
 import socket
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,10 +33,30 @@ class Peer:
 
 
 class Watch:
-    """A handle of one process that can tell, for certain, that it has ended.
+    """A handle of processes that can tell, for certain, that all of them have ended.
 
-    Ownership: the descriptor is closed with the last reference.
+    Ownership: each descriptor is closed with its last reference.
     """
+
+    __slots__ = ("_held",)
+
+    def __init__(self, *held: "_Held") -> None:
+        self._held = held
+
+    def is_dead(self) -> bool:
+        """True once all threads of all processes have ended: nothing of them writes memory."""
+        return all(one.is_dead() for one in self._held)
+
+    def joined(self, pids: Iterable[int]) -> "Watch | None":
+        """The same with more processes, which are alive now; None where that is not possible."""
+        try:
+            return Watch(*self._held, *(_Held(os.pidfd_open(pid)) for pid in pids))
+        except OSError:
+            return None
+
+
+class _Held:
+    """One process."""
 
     __slots__ = ("_descriptor",)
 
@@ -43,7 +64,6 @@ class Watch:
         self._descriptor = descriptor
 
     def is_dead(self) -> bool:
-        """True once all threads of the process have ended: nothing of it writes memory any more."""
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
         return bool(poll.poll(0))
@@ -68,10 +88,10 @@ def watch(sock: socket.socket, peer: Peer) -> Watch | None:
     """
     with contextlib.suppress(OSError):
         raw = sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4)
-        return Watch(struct.unpack("i", raw)[0])
+        return Watch(_Held(struct.unpack("i", raw)[0]))
     if peer.pid > 0:
         with contextlib.suppress(OSError):
-            return Watch(os.pidfd_open(peer.pid))
+            return Watch(_Held(os.pidfd_open(peer.pid)))
     return None
 
 

@@ -20,6 +20,7 @@ class Abilities:
     has_sleep_hooks: bool  # 0.33
     has_fixed_seed: bool  # 0.29
     has_mamba_hits: bool  # 0.23
+    has_deferred_frees: bool = True  # 0.24
 
 
 @dataclass(frozen=True, slots=True)

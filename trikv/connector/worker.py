@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from trikv.connector import layouts
+from trikv.connector import cuda, layouts
 from trikv.connector.calls import Calls, Saved, unpack
 from trikv.connector.client import Attached, Introduction
 from trikv.connector.fences import Fences
@@ -32,7 +32,7 @@ from trikv.connector.tally import Tally
 
 if TYPE_CHECKING:
     import logging
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from concurrent.futures import Future
 
 SAVE_S: Final = 2.0
@@ -64,8 +64,22 @@ class WorkerHalf:
         *,
         save_s: float = SAVE_S,
         load_s: float = 0.0,
+        orders_loads: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """Make a half.
+
+        Args:
+            calls: to the daemon.
+            log: the engine's.
+            save_s: how long an ended request's blocks are kept for a save.
+            load_s: in which a load must have begun; 0: no limit.
+            orders_loads: loads wait for the work that the engine has queued: it may give blocks
+                away that this work still uses.
+            clock: in seconds.
+        """
+        self._orders_loads = orders_loads
+        self._events: cuda.StepEvents | None = None
         self._calls = calls
         self._log = log
         self._clock = clock
@@ -90,19 +104,16 @@ class WorkerHalf:
     ) -> None:
         """Offer the KV tensors to the daemon, from now on and after each reconnect.
 
-        Raises:
-            layouts.LayoutError: they cannot be described; nothing was offered.
+        Tensors that cannot be described or shared are not offered, and the log says why.
         """
-        plan = layouts.pieces(tensors, block_count, page_bytes)
-        foreign = {memory.device for memory in plan.memories} - {"cpu"}
-        if foreign:
-            self._log.warning(
-                "TriKV: GPU memory is not supported yet (%s): nothing is cached",
-                ", ".join(sorted(foreign)),
-            )
+        try:
+            plan = layouts.pieces(tensors, block_count, page_bytes)
+            memory = self._export(plan, block_count)
+        except layouts.LayoutError as error:
+            self._log.warning("TriKV: %s; nothing is cached", error)
             return
         self._tensors = dict(tensors)  # keeps the memory mapped while the daemon may copy
-        params = {"rank": registration(instance, rank, plan, block_count, self._fences)}
+        params = {"rank": registration(instance, rank, self._fences) | memory}
         self._is_registered = True
         self._calls.client.start(Introduction("register", lambda: params, offers_memory=True))
         self._log.info(
@@ -113,6 +124,17 @@ class WorkerHalf:
             plan.layout,
         )
 
+    def _export(self, plan: layouts.Plan, block_count: int) -> dict[str, Any]:
+        devices = {memory.device for memory in plan.memories}
+        kinds = {device.partition(":")[0] for device in devices}
+        if kinds == {"cpu"}:
+            return process_memory(plan, block_count)
+        if kinds != {"cuda"} or len(devices) > 1:
+            raise layouts.LayoutError(f"KV memory on {', '.join(sorted(devices))} is not supported")
+        exported = cuda.export(plan, cuda.Driver())
+        self._events = cuda.step_events()
+        return gpu_memory(plan, block_count, exported, self._events)
+
     # -- starting --------------------------------------------------------------------------------
 
     def void(self, requests: Iterable[str]) -> None:
@@ -122,6 +144,7 @@ class WorkerHalf:
 
     def start_loads(self, jobs: Iterable[LoadJob]) -> None:
         """Send loads; each will be reported, whatever happens."""
+        event: int | None = None  # recorded for the first
         for job in jobs:
             loading = _Loading(job, None, None)
             self._loading[job.request] = loading
@@ -129,13 +152,19 @@ class WorkerHalf:
             if via is None or not self._is_registered or not job.lease:
                 continue
             try:
-                loading.future = self._calls.load(job, via, self._load_s)
+                if event is None:
+                    event = self._record() if self._orders_loads else 0
+                loading.future = self._calls.load(job, via, self._load_s, event)
                 loading.via = via
             except Exception:  # noqa: BLE001  # the others must be sent, and this one reported
                 self._log.exception("TriKV: a load could not be sent")
 
     def start_saves(self, jobs: Iterable[SaveJob]) -> None:
-        """Send saves of blocks that are complete; those that cannot be sent count as answered."""
+        """Send saves of blocks that are complete once the step's work is over.
+
+        Those that cannot be sent count as answered.
+        """
+        event: int | None = None  # recorded for the first
         for job in jobs:
             saving = self._saving.get(job.request)
             if saving is None:
@@ -147,9 +176,15 @@ class WorkerHalf:
                     self.tally.add("save_blocks_refused", len(job.blocks) // 4)
                     continue
                 saving = self._saving[job.request] = _Saving(fence)
+            if event is None:
+                event = self._record()
             saving.jobs[job.number] = self._calls.save(
-                job, saving.fence, self._fences.generation(saving.fence)
+                job, saving.fence, self._fences.generation(saving.fence), event
             )
+
+    def _record(self) -> int:
+        """Mark the end of the GPU work that is queued now; 0: there is no GPU."""
+        return self._events.record() if self._events is not None else 0
 
     def delay(self, requests: Iterable[str]) -> None:
         """Ended requests whose blocks are kept: each will be reported as sent, once."""
@@ -262,20 +297,51 @@ class WorkerHalf:
             self._void(request)
 
 
-def registration(
-    instance: str, rank: int, plan: layouts.Plan, block_count: int, fences: Fences
-) -> dict[str, Any]:
-    """The `Rank` message of process memory."""
-    memories = [{"process": {"address": m.address, "bytes": m.size_bytes}} for m in plan.memories]
-    pieces = [
-        {"memory": p.memory, "offset": p.offset, "stride": p.stride, "bytes": p.size_bytes}
-        for p in plan.pieces
-    ]
-    group = {"blockCount": block_count, "pieces": pieces, "layout": plan.layout}
+def registration(instance: str, rank: int, fences: Fences) -> dict[str, Any]:
+    """The `Rank` message, without its memory."""
     return {
         "instance": instance,
         "rank": rank,
-        "memories": memories,
-        "groups": [group],
         "fences": {"address": fences.address, "count": fences.count},
     }
+
+
+def process_memory(plan: layouts.Plan, block_count: int) -> dict[str, Any]:
+    """What of `Rank` says where blocks lie in this process's memory."""
+    memories = [{"process": {"address": m.address, "bytes": m.size_bytes}} for m in plan.memories]
+    places = [(number, 0) for number in range(len(memories))]
+    return {"memories": memories, "groups": [_group(plan, block_count, places)]}
+
+
+def gpu_memory(
+    plan: layouts.Plan, block_count: int, exported: cuda.Export, events: cuda.StepEvents
+) -> dict[str, Any]:
+    """What of `Rank` says where blocks lie in a GPU's memory."""
+    memories = [
+        {
+            "cudaIpc": {
+                "handle": one.handle,
+                "allocationBytes": one.size_bytes,
+                "deviceUuid": exported.device,
+            }
+        }
+        for one in exported.allocations
+    ]
+    group = _group(plan, block_count, exported.places)
+    return {"memories": memories, "groups": [group], "events": events.handles}
+
+
+def _group(
+    plan: layouts.Plan, block_count: int, places: Sequence[tuple[int, int]]
+) -> dict[str, Any]:
+    """The one group; `places` says where in what is registered each memory of the plan begins."""
+    pieces = [
+        {
+            "memory": places[piece.memory][0],
+            "offset": places[piece.memory][1] + piece.offset,
+            "stride": piece.stride,
+            "bytes": piece.size_bytes,
+        }
+        for piece in plan.pieces
+    ]
+    return {"blockCount": block_count, "pieces": pieces, "layout": plan.layout}

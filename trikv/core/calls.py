@@ -33,8 +33,28 @@ class GroupPieces:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Memory that a rank has exported by CUDA IPC.
+
+    Attributes:
+        device: 16 bytes, the GPU's UUID.
+        handles: 64 bytes each, one a range of the registration.
+        events: 64 bytes each.
+    """
+
+    device: bytes
+    handles: tuple[bytes, ...]
+    events: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Register:
-    """A worker says where its part of every block lies, in its own process memory."""
+    """A worker says where its part of every block lies.
+
+    Attributes:
+        ranges: of its process's memory, or made-up addresses that keep allocations of a GPU apart.
+        gpu: where the memory is a GPU's.
+    """
 
     instance: InstanceName
     rank: int
@@ -42,6 +62,7 @@ class Register:
     groups: tuple[GroupPieces, ...]
     fence_address: int
     fence_count: int
+    gpu: GpuMemory | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +86,7 @@ class Save:
     blocks: NDArray[np.int32]
     fence: int
     generation: int
+    event: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +98,7 @@ class Load:
     first: int
     blocks: NDArray[np.int32]
     budget_s: float
+    event: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +108,7 @@ class Named:
     namespace: str  # 32 hex digits, or empty while the instance is incomplete
     page_bytes: tuple[int, ...]
     notes: tuple[str, ...]
+    writers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

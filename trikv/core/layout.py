@@ -33,6 +33,14 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Memory that is not the process's own: who has mapped it, and as which of its groups."""
+
+    attachment: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
 class Geometry:
     """What of a group's layout decides the bytes of a page; part of the namespace."""
 
@@ -49,10 +57,16 @@ class GroupLayout:
         stride: uint64[pieces].
         length: uint64[pieces], bytes of each piece, in page order.
         block_count: ids run from 0 to this, less one.
+        place: who has mapped the memory; None: it is the process's own.
     """
 
     def __init__(
-        self, ranges: tuple[Range, ...], pieces: tuple[Piece, ...], block_count: int, layout: str
+        self,
+        ranges: tuple[Range, ...],
+        pieces: tuple[Piece, ...],
+        block_count: int,
+        layout: str,
+        place: Place | None = None,
     ) -> None:
         """Check a registration and keep it.
 
@@ -61,6 +75,7 @@ class GroupLayout:
         """
         _check_sizes(ranges, pieces, block_count)
         self.block_count = block_count
+        self.place = place
         memory = np.array([piece.memory for piece in pieces], dtype=np.int64)
         offset = np.array([piece.offset for piece in pieces], dtype=np.uint64)
         self.stride = np.array([piece.stride for piece in pieces], dtype=np.uint64)

@@ -21,11 +21,10 @@ import structlog
 import trio
 from numpy.typing import NDArray
 
+from trikv.core.calls import Register
 from trikv.core.errors import KvError, OverloadedError, ShuttingDownError
-from trikv.core.layout import GroupLayout
-from trikv.core.words import Offsets
-from trikv.nursery.sessions import Session, Sessions
-from trikv.tiers.hostmem import Copy, Process
+from trikv.nursery.sessions import Attachment, Session, Sessions
+from trikv.tiers.copies import Copy, Process
 
 log = structlog.get_logger()
 
@@ -36,19 +35,7 @@ GUARD_S = 1.0
 class Memory(Protocol):
     """Moves bytes between engines and the pool."""
 
-    def transfer(
-        self,
-        process: Process,
-        layout: GroupLayout,
-        blocks: NDArray[np.int32],
-        offsets: Offsets,
-        *,
-        into_engine: bool,
-    ) -> Copy:
-        """Blocks `blocks` of the engine against the pages at `offsets` of the pool."""
-        ...
-
-    async def copy(self, transfer: Copy, is_stopped: Callable[[], bool]) -> NDArray[np.bool_]:
+    async def copy(self, copy: Copy, is_stopped: Callable[[], bool]) -> NDArray[np.bool_]:
         """Move; returns which blocks are whole, when no byte is touched any more.
 
         Cancellation: none; `is_stopped` ends it early.
@@ -57,6 +44,22 @@ class Memory(Protocol):
 
     async def read_word(self, process: Process, address: int) -> int | None:
         """One uint64 of the engine's memory, or None when it cannot be read."""
+        ...
+
+    async def attach(self, call: Register, on_lost: Callable[[str], None]) -> Attachment | None:
+        """Map what a rank has exported; None: it is process memory, there is nothing to map.
+
+        Args:
+            call: the rank's registration.
+            on_lost: called once, with the reason, when the memory is out of reach for good.
+
+        Raises:
+            KvError: it cannot be mapped, or not yet; nothing is left behind.
+        """
+        ...
+
+    def detach(self, attachment: Attachment) -> None:
+        """Unmap; the rank's copies have ended."""
         ...
 
 
@@ -72,7 +75,7 @@ class Job:
     """
 
     session: Session
-    transfer: Copy
+    copy: Copy
     block_count: int
     complete: Callable[[NDArray[np.bool_]], None]
     fence: tuple[int, int] | None = None
@@ -203,7 +206,7 @@ class Copying:
         def is_stopped() -> bool:
             return job.is_stopped or job.session.is_closing or self._is_closed
 
-        arrived = await self._memory.copy(job.transfer, is_stopped)
+        arrived = await self._memory.copy(job.copy, is_stopped)
         if job.fence is not None:
             address, generation = job.fence
             assert job.session.process is not None

@@ -25,7 +25,7 @@ from trikv.nursery.guest import Guest
 from trikv.nursery.service import Service
 from trikv.nursery.sessions import Session
 from trikv.nursery.status import Facts, write_status
-from trikv.tiers.hostmem import Process
+from trikv.tiers.copies import Process
 
 log = structlog.get_logger()
 
@@ -151,6 +151,7 @@ class SessionServant(wire.SCHEMA.Session.Server):
         ok.namespace = named.namespace
         ok.pageBytes = list(named.page_bytes)
         ok.notes = list(named.notes)
+        ok.writers = list(named.writers)
         return None
 
     @_fatal

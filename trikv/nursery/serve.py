@@ -7,6 +7,7 @@ connections, calls drained until a deadline, copies ended, connections closed, m
 import asyncio
 import contextlib
 import gc
+import importlib.util
 import os
 import secrets
 import signal
@@ -26,10 +27,12 @@ from trikv.core.cache import Cache
 from trikv.core.engines import Engines
 from trikv.core.pages import PAGE_ALIGN
 from trikv.core.plans import Limits
+from trikv.nursery.copiers import Copiers, PoolPlace
 from trikv.nursery.copying import Copying
 from trikv.nursery.guest import Guest
 from trikv.nursery.listening import AddressError, bind
 from trikv.nursery.logs import set_up_logging
+from trikv.nursery.memories import Memories
 from trikv.nursery.rpc import Listener
 from trikv.nursery.service import Service, sweep
 from trikv.nursery.sessions import Sessions
@@ -46,6 +49,7 @@ SLAB_BYTES_MAX = 1 << 30
 SLABS_WANTED = 64
 BLOCKS_MAX = 1 << 24
 QUEUE_JOBS_MAX = 1_024
+COPIES_MAX = 64  # under way in a direction; of process memory, as many as there are threads
 SWEEP_S = 0.25
 COLLECT_S = 5.0
 EXIT_USAGE = 2
@@ -91,16 +95,30 @@ def build(settings: Settings, pool: pools.Pool, guard: FreezeGuard | None) -> Da
         pool.bytes, slab_bytes, entries_max=rows, seed=secrets.randbits(63), limits=limits
     )
     store = Store(cache, Engines(settings.max_engines), trio.current_time)
-    sessions = Sessions(store, 4 * settings.max_engines + 64, settings.heartbeat_seconds)
-    memory = HostMemory(
-        pool.address, threads=2 * settings.copy_threads, freeze_s=settings.freeze_seconds
+    staging_bytes = settings.gpu_staging // 2 // PAGE_ALIGN * PAGE_ALIGN  # a direction
+    place = PoolPlace(pool.fd, pool.bytes, cache.pages.slab_bytes, staging_bytes)
+    copiers = Copiers(place, cuda_refusal())
+    host = HostMemory(pool.address, threads=settings.copy_threads, freeze_s=settings.freeze_seconds)
+    memory = Memories(host, copiers)
+    sessions = Sessions(
+        store, 4 * settings.max_engines + 64, settings.heartbeat_seconds, memory.detach
     )
-    workers, jobs = settings.copy_threads, QUEUE_JOBS_MAX
+    workers, jobs = COPIES_MAX, QUEUE_JOBS_MAX
     saving = Copying("save", memory, sessions, workers=workers, queue_jobs_max=jobs)
     loading = Copying("load", memory, sessions, workers=workers, queue_jobs_max=jobs, guard=guard)
     service = Service(store, sessions, saving, loading, memory)
     epoch = time.time_ns()  # a name that differs after each start, not a clock
-    return Daemon(settings, pool, service, Facts(epoch, 0.0, pool.backing))
+    return Daemon(settings, pool, service, Facts(epoch, 0.0, pool.backing, copiers))
+
+
+def cuda_refusal() -> str:
+    """Why GPU memory cannot be registered here; empty: nothing speaks against it yet."""
+    if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.bindings"):
+        return ""
+    return (
+        "this daemon has no CUDA: install trikv[daemon,cu13], or trikv[daemon,cu12] where the "
+        "driver is older"
+    )
 
 
 async def run_trio(
@@ -109,6 +127,7 @@ async def run_trio(
     """All tasks of the daemon; from the inside out: calls, copies, what watches."""
     daemon.facts.started_s = trio.current_time()
     async with trio.open_nursery() as back:
+        await back.start(daemon.facts.copiers.run)
         await back.start(daemon.service.sessions.run)
         await back.start(
             lambda task_status: sweep(

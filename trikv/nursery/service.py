@@ -5,20 +5,20 @@ ask. Knows neither capnp nor asyncio: tests and simulations call it under `trio.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import trio
 from numpy.typing import NDArray
 
 from trikv.core.calls import Answer, Declare, Load, Named, Query, Register, Save, Saved
-from trikv.core.errors import BadRequestError, ForbiddenError
+from trikv.core.errors import BadRequestError, ForbiddenError, KvError
 from trikv.core.layout import GroupLayout
 from trikv.core.words import InstanceName, Offsets, RequestId
 from trikv.nursery.copying import Copying, Job, Memory
 from trikv.nursery.sessions import Session, Sessions
 from trikv.nursery.store import Store
-from trikv.tiers.hostmem import Process
+from trikv.tiers.copies import Copy, Process
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,22 @@ class Service:
             raise ForbiddenError("process memory can be registered over the unix socket only")
         await self.sessions.supersede(session, call.instance, call.rank)
         self.sessions.use(session)
-        named = self.store.register(session.id, call)
+        if call.rank in session.attachments:
+            raise BadRequestError(f"rank {call.rank} is registered: open another session")
+        attachment = await self.memory.attach(
+            call, lambda reason: self.sessions.close(session, reason)
+        )
+        try:
+            self.sessions.use(session)
+            number = attachment.number if attachment is not None else None
+            named = self.store.register(session.id, call, number)
+        except KvError:
+            if attachment is not None:
+                self.memory.detach(attachment)
+            raise
+        if attachment is not None:
+            session.attachments[call.rank] = attachment
+            named = replace(named, writers=(attachment.writer,))
         session.instance = call.instance
         session.fences[call.rank] = (call.fence_address, call.fence_count)
         return named
@@ -72,6 +87,7 @@ class Service:
         self.sessions.use(session)
         self.saving.check_room(session)
         fence = self._fence(session, call)
+        _check_event(session, call)
         plan, layout = self.store.prepare_save(session.id, session.instance, call)
         if len(plan.entries) == 0:
             self.store.complete_save(plan, np.empty(0, np.bool_), layout)
@@ -79,9 +95,7 @@ class Service:
         job = self._start(
             self.saving,
             session,
-            layout,
-            call.blocks[plan.positions],
-            plan.offsets,
+            (layout, call.blocks[plan.positions], plan.offsets, call.event),
             lambda copied: self.store.complete_save(plan, copied, layout),
             fence=fence,
         )
@@ -96,13 +110,12 @@ class Service:
         """
         self.sessions.use(session)
         self.loading.check_room(session)
+        _check_event(session, call)
         plan, layout = self.store.prepare_load(session.id, session.instance, call)
         job = self._start(
             self.loading,
             session,
-            layout,
-            call.blocks,
-            plan.offsets,
+            (layout, call.blocks, plan.offsets, call.event),
             lambda copied: self.store.complete_load(plan, copied, layout),
             stop_s=self.store.now_s() + call.budget_s if call.budget_s else None,
         )
@@ -141,22 +154,26 @@ class Service:
         self,
         copying: Copying,
         session: Session,
-        layout: GroupLayout,
-        blocks: NDArray[np.int32],
-        offsets: Offsets,
+        what: tuple[GroupLayout, NDArray[np.int32], Offsets, int],
         complete: Callable[[NDArray[np.bool_]], None],
         *,
         fence: tuple[int, int] | None = None,
         stop_s: float | None = None,
     ) -> Job:
         assert session.process is not None
+        layout, blocks, offsets, event = what
         into_engine = copying is self.loading
-        transfer = self.memory.transfer(
-            session.process, layout, blocks, offsets, into_engine=into_engine
-        )
-        job = Job(session, transfer, len(blocks), complete, fence, stop_s)
+        copy = Copy(session.process, layout, blocks, offsets, into_engine, event)
+        job = Job(session, copy, len(blocks), complete, fence, stop_s)
         copying.start(job)
         return job
+
+
+def _check_event(session: Session, call: Save | Load) -> None:
+    attachment = session.attachments.get(call.rank)
+    count = 0 if attachment is None else attachment.event_count
+    if call.event > count:
+        raise BadRequestError(f"event {call.event} of {count}")
 
 
 async def _ended(job: Job) -> None:

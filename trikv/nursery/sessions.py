@@ -6,7 +6,7 @@ know capnp.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import structlog
@@ -15,12 +15,27 @@ import trio
 from trikv.core.errors import ConflictError, NotReadyError, OverloadedError, ShuttingDownError
 from trikv.core.words import InstanceName, SessionId
 from trikv.nursery.store import Store
-from trikv.tiers.hostmem import Process
+from trikv.tiers.copies import Process
 
 log = structlog.get_logger()
 
 SWEEP_S = 0.25
 SUPERSEDE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A rank's memory that somebody maps for us.
+
+    Attributes:
+        number: unique in this daemon.
+        event_count: how many events the rank has registered.
+        writer: pid of the process that copies.
+    """
+
+    number: int
+    event_count: int
+    writer: int
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +44,7 @@ class Session:
 
     Attributes:
         process: the caller's, on a unix socket; None over TCP: it cannot register process memory.
+        attachments: by rank; unmapped at the session's end, when its copies have ended.
         copies: copies queued or running for it.
         is_closing: set once; copies stop at their next step, new calls are refused.
     """
@@ -39,6 +55,7 @@ class Session:
     last_s: float
     instance: InstanceName | None = None
     fences: dict[int, tuple[int, int]] = field(default_factory=dict)  # rank: address, count
+    attachments: dict[int, Attachment] = field(default_factory=dict)
     copies: int = 0
     is_closing: bool = False
     ended: trio.Event = field(default_factory=trio.Event)
@@ -51,11 +68,13 @@ class Sessions:
     Attributes:
         sessions_max: at the bound `open` refuses as overloaded.
         silence_s: how long a session may say nothing.
+        detach: unmaps a rank's memory.
     """
 
     store: Store
     sessions_max: int
     silence_s: float
+    detach: Callable[[Attachment], None]
     open_sessions: dict[SessionId, Session] = field(default_factory=dict)
     is_shutting_down: bool = False
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -109,6 +128,9 @@ class Sessions:
     def _finish(self, session: Session) -> None:
         del self.open_sessions[session.id]
         self.store.session_lost(session.id)
+        for attachment in session.attachments.values():
+            self.detach(attachment)
+        session.attachments.clear()
         if session.process is not None:
             session.process.close()
         session.ended.set()

@@ -8,6 +8,7 @@ from typing import Any
 
 from trikv import __version__
 from trikv.core.blocks import State
+from trikv.nursery.copiers import Copiers
 from trikv.nursery.service import Service
 from trikv.nursery.ticks import Ticks
 
@@ -19,8 +20,17 @@ class Facts:
     epoch: int
     started_s: float
     backing: str
+    copiers: Copiers
     state: str = "serving"
     ticks: Ticks = field(default_factory=Ticks)
+
+    @property
+    def shown_state(self) -> str:
+        """The state, or what is wrong although the daemon serves."""
+        faults = [f"GPU {uuid}: {reason}" for uuid, reason in self.copiers.faults.items()]
+        if self.state != "serving" or not faults:
+            return self.state
+        return f"degraded: {'; '.join(faults)}"
 
 
 def write_status(status: Any, service: Service, facts: Facts) -> None:
@@ -28,7 +38,7 @@ def write_status(status: Any, service: Service, facts: Facts) -> None:
     status.software = f"trikv-daemon {__version__}"
     status.epoch = facts.epoch
     status.uptimeSeconds = service.store.now_s() - facts.started_s
-    status.state = facts.state
+    status.state = facts.shown_state
     status.stallSeconds = facts.ticks.longest_s
     _write_pool(status.init("pool"), service, facts)
     _write_namespaces(status, service)
@@ -37,6 +47,7 @@ def write_status(status: Any, service: Service, facts: Facts) -> None:
     rows = status.init("counters", len(counters))
     for row, (name, value) in zip(rows, counters, strict=True):
         row.name, row.value = name, value
+    _write_copiers(status, facts.copiers)
 
 
 def _write_pool(pool: Any, service: Service, facts: Facts) -> None:
@@ -82,3 +93,17 @@ def _write_engines(status: Any, service: Service) -> None:
         own = {one.process.pid for one in sessions if one.instance == instance.name and one.process}
         row.pids = sorted(own)
         row.state = instance.missing() or "ready"
+
+
+def _write_copiers(status: Any, copiers: Copiers) -> None:
+    """GPUs with a copier, and those whose last one ended."""
+    uuids = sorted(copiers.by_gpu.keys() | copiers.faults.keys())
+    for row, uuid in zip(status.init("copiers", len(uuids)), uuids, strict=True):
+        copier = copiers.by_gpu.get(uuid)
+        row.deviceUuid = uuid
+        row.state = copiers.faults.get(uuid, "")
+        row.endedCount = copiers.end_count(uuid)
+        if copier is not None:
+            row.name = str(copier.facts.get("name", ""))
+            row.pid = copier.pid
+            row.registeredBytes = copier.registered_bytes

@@ -15,7 +15,7 @@ from trikv.core.cache import Cache
 from trikv.core.calls import Declare, Load, Named, Query, Register, Save
 from trikv.core.engines import Engines, Instance
 from trikv.core.errors import BadRequestError, KvError, LeaseLostError
-from trikv.core.layout import GroupLayout
+from trikv.core.layout import GroupLayout, Place
 from trikv.core.namespace import NAMESPACES_MAX, Namespace
 from trikv.core.plans import Hit, Key, LoadPlan, SavePlan
 from trikv.core.words import InstanceName, RequestId, SessionId, SpaceId
@@ -47,15 +47,27 @@ class Store:
             self._release_if_silent(call.instance)
             raise
 
-    def register(self, session: SessionId, call: Register) -> Named:
+    def register(self, session: SessionId, call: Register, attachment: int | None = None) -> Named:
         """A rank says where its blocks lie.
+
+        Args:
+            session: who says so.
+            call: where.
+            attachment: number under which its memory is mapped; None: it is the process's own.
 
         Raises:
             KvError: refused; the session has said nothing.
         """
         self._make_room_for_namespace()
         groups = tuple(
-            GroupLayout(call.ranges, one.pieces, one.block_count, one.layout) for one in call.groups
+            GroupLayout(
+                call.ranges,
+                one.pieces,
+                one.block_count,
+                one.layout,
+                None if attachment is None else Place(attachment, at),
+            )
+            for at, one in enumerate(call.groups)
         )
         try:
             instance = self.engines.register(session, call.instance, call.rank, groups)

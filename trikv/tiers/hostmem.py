@@ -14,15 +14,14 @@ import errno
 import os
 import select
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import trio
 from numpy.typing import NDArray
 
 from trikv.core.errors import EngineLostError, ForbiddenError
-from trikv.core.layout import GroupLayout
+from trikv.tiers.copies import Copy, Process
 from trikv.tiers.freeze import FreezeGuard
 
 IOV_MAX: Final = 1_024
@@ -40,23 +39,6 @@ for _function in (_LIBC.process_vm_readv, _LIBC.process_vm_writev):
         ctypes.c_ulong,
         ctypes.c_ulong,
     )
-
-
-class Process(Protocol):
-    """What must be known of the process at the other end."""
-
-    @property
-    def pid(self) -> int:
-        """Its number."""
-        ...
-
-    def is_alive(self) -> bool:
-        """False for ever once it has ended."""
-        ...
-
-    def close(self) -> None:
-        """Give back what holds it."""
-        ...
 
 
 class HeldProcess:
@@ -81,30 +63,14 @@ class HeldProcess:
         os.close(self.pidfd)
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Blocks to move.
-
-    Attributes:
-        process: whose memory.
-        layout: where the pieces of a block lie there; addresses are made a step at a time.
-        blocks: int32[blocks], which of the engine's.
-        pages: uint64[blocks], addresses of the pages in this process.
-        into_engine: direction.
-    """
-
-    process: Process
-    layout: GroupLayout
-    blocks: NDArray[np.int32]
-    pages: NDArray[np.uint64]
-    into_engine: bool
-
-
-def run(copy: Copy, is_stopped: Callable[[], bool], freeze_s: float = 0.0) -> NDArray[np.bool_]:
+def run(
+    copy: Copy, pool_address: int, is_stopped: Callable[[], bool], freeze_s: float = 0.0
+) -> NDArray[np.bool_]:
     """Move the bytes; blocks the calling thread, releases the GIL while bytes move.
 
     Args:
-        copy: what to move.
+        copy: what to move; the engine's addresses are made a step at a time.
+        pool_address: where the pool begins in this process.
         is_stopped: asked before each system call; blocks not begun by then do not arrive.
         freeze_s: a copy into an engine ends this process when one step takes longer; 0: never.
 
@@ -115,7 +81,7 @@ def run(copy: Copy, is_stopped: Callable[[], bool], freeze_s: float = 0.0) -> ND
         ForbiddenError: the kernel does not let this process touch that one.
         EngineLostError: the process has ended.
     """
-    count = len(copy.pages)
+    count = len(copy.blocks)
     arrived = np.zeros(count, np.bool_)
     page_bytes = copy.layout.page_bytes
     step = max(1, min(IOV_MAX // len(copy.layout.length), CALL_BYTES_MAX // page_bytes, IOV_MAX))
@@ -129,18 +95,18 @@ def run(copy: Copy, is_stopped: Callable[[], bool], freeze_s: float = 0.0) -> ND
             if not copy.process.is_alive():
                 raise EngineLostError(f"process {copy.process.pid} has ended")
             last = min(first + step, count)
-            whole = _move(copy, first, last, page_bytes) // page_bytes
+            whole = _move(copy, pool_address, first, last) // page_bytes
             arrived[first : first + whole] = True
             if first + whole < last:
                 break  # a piece's memory is gone: what follows would be too
     return arrived
 
 
-def _move(copy: Copy, first: int, last: int, page_bytes: int) -> int:
+def _move(copy: Copy, pool_address: int, first: int, last: int) -> int:
     """Move blocks `first` to `last` - 1; returns the bytes moved: fewer when memory is gone."""
     local = np.empty((last - first, 2), np.uint64)
-    local[:, 0] = copy.pages[first:last]
-    local[:, 1] = page_bytes
+    local[:, 0] = copy.offsets[first:last] + pool_address
+    local[:, 1] = copy.layout.page_bytes
     table = np.empty((last - first, len(copy.layout.length), 2), np.uint64)
     table[:, :, 0] = copy.layout.addresses(copy.blocks[first:last])
     table[:, :, 1] = copy.layout.length
@@ -197,33 +163,21 @@ def read_word(process: Process, address: int) -> int | None:
 
 
 class HostMemory:
-    """Copies in a few threads; what the shell hands its jobs to."""
+    """Copies of process memory in a few threads a direction; what the shell hands its jobs to."""
 
     def __init__(self, pool_address: int, *, threads: int, freeze_s: float) -> None:
         self._freeze_s = freeze_s
-        self._pool_address = np.uint64(pool_address)
-        self._limiter = trio.CapacityLimiter(threads)
+        self._pool_address = pool_address
+        self._saves, self._loads = trio.CapacityLimiter(threads), trio.CapacityLimiter(threads)
 
-    def transfer(
-        self,
-        process: Process,
-        layout: GroupLayout,
-        blocks: NDArray[np.int32],
-        offsets: NDArray[np.int64],
-        *,
-        into_engine: bool,
-    ) -> Copy:
-        """Addresses of one copy: engine blocks `blocks` against pool pages at `offsets`."""
-        pages = self._pool_address + offsets.astype(np.uint64)
-        return Copy(process, layout, blocks, pages, into_engine)
-
-    async def copy(self, transfer: Copy, is_stopped: Callable[[], bool]) -> NDArray[np.bool_]:
+    async def copy(self, copy: Copy, is_stopped: Callable[[], bool]) -> NDArray[np.bool_]:
         """Move; see `run`.
 
         Cancellation: not cancellable, the thread is waited for; `is_stopped` ends it early.
         """
+        limiter = self._loads if copy.into_engine else self._saves
         return await trio.to_thread.run_sync(
-            run, transfer, is_stopped, self._freeze_s, limiter=self._limiter
+            run, copy, self._pool_address, is_stopped, self._freeze_s, limiter=limiter
         )
 
     async def read_word(self, process: Process, address: int) -> int | None:

@@ -1,0 +1,156 @@
+"""How copies to a GPU are cut, ordered and given staging, against models that walk byte by byte."""
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from trikv.core.chunks import AGING_BYTES_S, Ring, cut, next_copy, page_runs, piece_runs
+
+PAGE = 16
+SLAB = 5 * PAGE
+
+
+@given(
+    pages=st.lists(st.integers(0, 60), min_size=1, max_size=60, unique=True),
+    chunk_pages=st.integers(0, 20),
+)
+def test_every_block_is_in_one_chunk_in_the_pool_s_order(
+    pages: list[int], chunk_pages: int
+) -> None:
+    offsets = np.array(pages, np.int64) * PAGE
+    blocks = np.array(pages, np.int32) + 1000
+    got = cut(blocks, offsets, page_bytes=PAGE, chunk_bytes=chunk_pages * PAGE)
+    assert got.offsets.tolist() == sorted(offsets.tolist())
+    assert got.blocks.tolist() == [offset // PAGE + 1000 for offset in got.offsets.tolist()]
+    assert blocks[got.order].tolist() == got.blocks.tolist()
+    sizes = np.diff(got.starts).tolist()
+    assert sum(sizes) == len(pages)
+    assert got.starts[0] == 0
+    assert max(sizes) <= max(1, chunk_pages)
+    assert min(sizes) > 0
+    assert got.chunk_count == len(sizes)
+
+
+def test_the_first_chunks_are_smaller() -> None:
+    offsets = np.arange(64, dtype=np.int64) * PAGE
+    got = cut(np.arange(64, dtype=np.int32), offsets, page_bytes=PAGE, chunk_bytes=16 * PAGE)
+    assert np.diff(got.starts).tolist() == [2, 4, 8, 16, 16, 16, 2]
+
+
+@given(pages=st.lists(st.integers(0, 60), min_size=1, max_size=60, unique=True))
+def test_page_runs_cover_the_pages_and_stay_in_their_slab(pages: list[int]) -> None:
+    offsets = np.array(sorted(pages), np.int64) * PAGE
+    runs = page_runs(offsets, page_bytes=PAGE, slab_bytes=SLAB).tolist()
+    covered = [
+        (index + n, start + n * PAGE) for index, start, size in runs for n in range(size // PAGE)
+    ]
+    assert covered == list(enumerate(offsets.tolist()))
+    assert all(start // SLAB == (start + size - 1) // SLAB for _, start, size in runs)
+    joints = [(a[1] + a[2], b[1]) for a, b in pairwise(runs)]
+    assert all(end != begin or begin % SLAB == 0 for end, begin in joints), "neighbours meet"
+
+
+@given(
+    pages=st.lists(st.integers(0, 40), min_size=1, max_size=30, unique=True),
+    blocks=st.permutations(range(41)),
+    lengths=st.lists(st.sampled_from([2, 4, 8]), min_size=1, max_size=3),
+    apart=st.booleans(),
+)
+def test_piece_runs_move_the_same_bytes_as_piece_by_piece(
+    *, pages: list[int], blocks: list[int], lengths: list[int], apart: bool
+) -> None:
+    size = np.array(lengths, np.int64)
+    page = int(size.sum())
+    pitch = PAGE * 2  # a page has padding
+    offsets = np.array(sorted(pages), np.int64) * pitch
+    ids = np.array(blocks[: len(pages)], np.int64)
+    first = np.cumsum(size) - size
+    base = np.arange(len(size)) * 10_000 if apart else first
+    stride = size if apart else np.full(len(size), page)
+    addresses = base + ids[:, None] * stride
+    runs = piece_runs(addresses, offsets, size, slab_bytes=5 * pitch).tolist()
+    moved = {(a + n, o + n) for a, o, count in runs for n in range(count)}
+    wanted = {
+        (int(addresses[b, p]) + n, int(offsets[b] + first[p]) + n)
+        for b in range(len(pages))
+        for p in range(len(lengths))
+        for n in range(lengths[p])
+    }
+    assert moved == wanted
+    assert sum(count for _, _, count in runs) == len(pages) * page
+    assert all(o // (5 * pitch) == (o + count - 1) // (5 * pitch) for _, o, count in runs)
+
+
+def test_neighbours_at_both_ends_become_one_run() -> None:
+    addresses = np.array([[100], [108], [116], [200]], np.int64)
+    offsets = np.array([0, 8, 16, 24], np.int64)
+    runs = piece_runs(addresses, offsets, np.array([8], np.int64), slab_bytes=1 << 20)
+    assert runs.tolist() == [[100, 0, 24], [200, 24, 8]]
+
+
+@dataclass
+class One:
+    bytes_left: int
+    since_s: float
+
+
+def test_a_small_copy_goes_before_a_large_one_and_the_large_one_does_not_wait_for_ever() -> None:
+    large, small = One(AGING_BYTES_S, 0.0), One(1 << 20, 0.5)
+    assert next_copy([large, small], now_s=0.5) == 1
+    late = One(1 << 20, 1.5)
+    assert next_copy([large, late], now_s=1.5) == 0
+    assert next_copy([late, large], now_s=1.5) == 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**10), st.integers(0, 10)), min_size=1, max_size=8))
+def test_what_is_chosen_had_the_least_left_of_those_that_came_no_later(
+    facts: list[tuple[int, int]],
+) -> None:
+    waiting = [One(left, float(since)) for left, since in facts]
+    chosen = waiting[next_copy(waiting, now_s=10.0)]
+    assert all(
+        one.bytes_left >= chosen.bytes_left for one in waiting if one.since_s <= chosen.since_s
+    )
+
+
+class RingMachine(RuleBasedStateMachine):
+    """Against the bytes themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring = Ring(16)
+        self.model: deque[tuple[int, int]] = deque()
+
+    def free(self) -> set[int]:
+        return set(range(16)) - {at for begin, end in self.model for at in range(begin, end)}
+
+    @rule(count=st.integers(1, 16))
+    def take(self, count: int) -> None:
+        begin = self.ring.take(count)
+        if begin is None:
+            after = self.model[-1][1]
+            room = [set(range(after, after + count)), set(range(count))]
+            assert not any(one <= self.free() for one in room), "there was room"
+        else:
+            assert set(range(begin, begin + count)) <= self.free()
+            self.model.append((begin, begin + count))
+
+    @precondition(lambda self: self.model)
+    @rule()
+    def give_back(self) -> None:
+        self.ring.give_back()
+        self.model.popleft()
+
+    @invariant()
+    def an_empty_ring_takes_all(self) -> None:
+        if not self.model:
+            assert self.ring.take(16) == 0
+            self.ring.give_back()
+
+
+TestRing = RingMachine.TestCase

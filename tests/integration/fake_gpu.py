@@ -1,0 +1,154 @@
+"""A copier whose GPU is shared memory: a `Device` that completes late, out of order or never.
+
+An "allocation" is a memfd of the engine's process, named `pid:fd` in its 64-byte handle; an event
+is a byte of one, named `pid:fd:offset`, that is not 0 once the engine's work is over. How copies go
+is said by a control memfd that the test may change at any time.
+"""
+
+import argparse
+import mmap
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trikv.core.chunks import Cut, cut
+from trikv.core.words import Offsets
+from trikv.tiers.copier import AttachError, serve
+from trikv.tiers.frames import AttachOrder, CopyOrder, Direction, pack_facts
+
+CONTROL_BYTES = 4096
+PAUSE_MS, HANG, BREAK, EARLY = range(4)  # bytes of the control
+CHUNK_BYTES = 16 << 10
+CHUNKS_MAX = 3
+
+
+def handle(*numbers: int) -> bytes:
+    return ":".join(str(one) for one in (os.getpid(), *numbers)).encode().ljust(64, b"\0")
+
+
+def numbers(raw: bytes) -> list[int]:
+    return [int(one) for one in raw.rstrip(b"\0").split(b":")]
+
+
+def open_map(pid: int, fd: int) -> mmap.mmap:
+    try:
+        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+    except OSError as error:
+        raise AttachError(f"no such memory: {error.strerror}") from None
+    try:
+        return mmap.mmap(opened, os.fstat(opened).st_size)
+    finally:
+        os.close(opened)
+
+
+@dataclass
+class FakeMapped:
+    maps: list[mmap.mmap]
+    events: list[tuple[mmap.mmap, int]]
+    groups: list[list[tuple[int, int, int, int]]]  # pieces: memory, offset, stride, bytes
+
+    def is_over(self, event: int) -> bool:
+        if event == 0:
+            return True
+        at, offset = self.events[event - 1]
+        return at[offset] != 0
+
+    def cut(self, order: CopyOrder) -> Cut:
+        page = -(-self.block_bytes(order.group) // 4096) * 4096
+        return cut(order.blocks, order.offsets, page_bytes=page, chunk_bytes=CHUNK_BYTES)
+
+    def block_bytes(self, group: int) -> int:
+        return sum(one[3] for one in self.groups[group])
+
+
+@dataclass
+class FakeLane:
+    pool: mmap.mmap
+    control: mmap.mmap
+    into_engine: bool
+    chunks: deque[Callable[[], None]] = field(default_factory=deque)
+
+    def start(self, mapped: Any, group: int, blocks: NDArray[np.int32], offsets: Offsets) -> bool:
+        if len(self.chunks) == CHUNKS_MAX:
+            return False
+        if self.control[BREAK]:
+            raise RuntimeError("the fake GPU has fallen off the bus")
+
+        def move() -> None:
+            for block, offset in zip(blocks.tolist(), offsets.tolist(), strict=True):
+                self.move(mapped, mapped.groups[group], block, offset)
+
+        if self.control[EARLY]:  # moved before those that were started earlier
+            move()
+            self.chunks.append(lambda: None)
+        else:
+            self.chunks.append(move)
+        return True
+
+    def move(self, mapped: FakeMapped, pieces: Any, block: int, page: int) -> None:
+        for memory, offset, stride, size in pieces:
+            at = offset + block * stride
+            far = mapped.maps[memory]
+            if self.into_engine:
+                far[at : at + size] = self.pool[page : page + size]
+            else:
+                self.pool[page : page + size] = far[at : at + size]
+            page += size
+
+    def wait(self) -> None:
+        time.sleep(self.control[PAUSE_MS] / 1000)
+        while self.control[HANG]:
+            time.sleep(0.01)
+        self.chunks.popleft()()
+
+
+class FakeGpu:
+    def __init__(self, pool: mmap.mmap, control: mmap.mmap) -> None:
+        self.pool, self.control = pool, control
+
+    @property
+    def facts(self) -> dict[str, str | int | float]:
+        return {"name": "Fake GPU", "threads": threading.active_count()}
+
+    def attach(self, order: AttachOrder) -> FakeMapped:
+        maps = [open_map(*numbers(one)) for one in order.handles]
+        events = [(open_map(*numbers(one)[:2]), numbers(one)[2]) for one in order.events]
+        groups = [
+            [(p.memory, p.offset, p.stride, p.bytes) for p in one.pieces] for one in order.groups
+        ]
+        return FakeMapped(maps, events, groups)
+
+    def detach(self, mapped: Any) -> None:
+        for one in [*mapped.maps, *(at for at, _ in mapped.events)]:
+            one.close()
+
+    def lane(self, direction: Direction) -> FakeLane:
+        return FakeLane(self.pool, self.control, direction is Direction.LOAD)
+
+    def prepare_pool(self, note: Callable[[bytes], None]) -> None:
+        note(pack_facts(event="pool.registered", bytes=len(self.pool), took_s=0.0))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("pool-fd", "pool-bytes", "socket-fd", "parent", "control-pid", "control-fd"):
+        parser.add_argument(f"--{name}", type=int)
+    given = parser.parse_args()
+    pool = mmap.mmap(given.pool_fd, given.pool_bytes)
+    serve(
+        lambda: FakeGpu(pool, open_map(given.control_pid, given.control_fd)),
+        socket.socket(fileno=given.socket_fd),
+        given.parent,
+    )
+
+
+if __name__ == "__main__":
+    main()

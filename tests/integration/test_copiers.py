@@ -1,0 +1,455 @@
+"""Copiers as real processes with a fake GPU: bytes, order, priorities, deaths and restarts."""
+
+import contextlib
+import mmap
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests.integration import fake_gpu
+from tests.integration.daemons import hashes
+from trikv import config
+from trikv.core.calls import Declare, GpuMemory, GroupPieces, Load, Query, Register, Save
+from trikv.core.errors import BadRequestError, KvError, NotReadyError
+from trikv.core.layout import Piece, Range
+from trikv.core.words import InstanceName, LeaseId, RequestId
+from trikv.nursery import copier as copier_module
+from trikv.nursery.copiers import PoolPlace
+from trikv.nursery.serve import Daemon, build, run_trio
+from trikv.nursery.sessions import Session
+from trikv.tiers.hostmem import HeldProcess
+from trikv.tiers.pool import Pool, open_pool
+from trikv.wire import ALLOCATION_BYTES_MAX, hashes_to_words
+
+UUID = bytes(range(16))
+BLOCKS = 64
+PAGE = 4096
+
+
+def memfd(size: int) -> tuple[int, mmap.mmap]:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC)
+    os.ftruncate(fd, size)
+    return fd, mmap.mmap(fd, size)
+
+
+@dataclass
+class Gpu:
+    """One "GPU" with its control, and the daemon's way to start copiers for it."""
+
+    control_fd: int
+    control: mmap.mmap
+
+    def command(self, uuid: str, pool: PoolPlace, socket_fd: int) -> Sequence[str]:
+        assert uuid == UUID.hex()
+        named = {
+            "pool-fd": pool.fd,
+            "pool-bytes": pool.bytes,
+            "socket-fd": socket_fd,
+            "parent": os.getpid(),
+            "control-pid": os.getpid(),
+            "control-fd": self.control_fd,
+        }
+        flags = [f"--{name}={value}" for name, value in named.items()]
+        return [sys.executable, "-m", "tests.integration.fake_gpu", *flags]
+
+
+@dataclass
+class Rank:
+    """An engine of one rank whose blocks lie in one memfd."""
+
+    daemon: Daemon
+    name: str = "engine"
+    pieces: tuple[Piece, ...] = (Piece(0, 0, PAGE, PAGE),)
+    blocks: int = BLOCKS
+    session: Session = field(init=False)
+    memory: NDArray[np.uint8] = field(init=False)
+    events: mmap.mmap = field(init=False)
+
+    def __post_init__(self) -> None:
+        end = max(p.offset + (self.blocks - 1) * p.stride + p.bytes for p in self.pieces)
+        self.fd, mapped = memfd(end)
+        self.memory = np.frombuffer(mapped, np.uint8)
+        self.event_fd, self.events = memfd(8)
+        self.page_bytes = sum(one.bytes for one in self.pieces)
+
+    async def attach(self) -> tuple[int, ...]:
+        service = self.daemon.service
+        self.session = service.hello(HeldProcess(os.getpid()), "test")
+        name = InstanceName(self.name)
+        await service.declare(self.session, Declare(name, 1, (("model", "m"),)))
+        events = tuple(fake_gpu.handle(self.event_fd, at) for at in range(8))
+        gpu = GpuMemory(UUID, (fake_gpu.handle(self.fd),), events)
+        call = Register(
+            name,
+            0,
+            (Range(ALLOCATION_BYTES_MAX, len(self.memory)),),
+            (GroupPieces(self.blocks, self.pieces, "bytes"),),
+            0,
+            0,
+            gpu,
+        )
+        return (await service.register(self.session, call)).writers
+
+    def block(self, number: int) -> bytes:
+        parts = (p.offset + number * p.stride for p in self.pieces)
+        sizes = (p.bytes for p in self.pieces)
+        return b"".join(
+            self.memory[at : at + n].tobytes() for at, n in zip(parts, sizes, strict=True)
+        )
+
+    async def save(self, names: Sequence[object], blocks: Sequence[int], event: int = 0) -> int:
+        words = hashes_to_words(hashes(*names), 32)
+        ids = np.array(blocks, np.int32)
+        call = Save(0, 0, RequestId("r"), 0, words, ids, 0, 0, event)
+        return (await self.daemon.service.save(self.session, call)).saved_count
+
+    def query(self, names: Sequence[object], request: str = "q") -> tuple[int, int]:
+        call = Query(RequestId(request), 0, hashes_to_words(hashes(*names), 32))
+        answer = self.daemon.service.query(self.session, call)
+        return answer.hit_count, answer.lease
+
+    async def load(
+        self,
+        names: Sequence[object],
+        blocks: Sequence[int],
+        budget_s: float = 0,
+        request: str = "q",
+    ) -> list[int]:
+        """Positions that did not arrive."""
+        hits, lease = self.query(names, request)
+        assert hits == len(names)
+        ids = np.array(blocks, np.int32)
+        call = Load(0, LeaseId(lease), 0, ids, budget_s)
+        return (await self.daemon.service.load(self.session, call)).tolist()
+
+
+@contextlib.asynccontextmanager
+async def running(gpu: Gpu, pool_bytes: int = 8 << 20) -> AsyncIterator[Daemon]:
+    """The daemon's tasks with copiers for the fake GPU; at the end nothing may be left."""
+    flags = ["--pool-size", str(pool_bytes), "--slab-size", "1mb", "--drain-seconds", "0"]
+    pool: Pool = open_pool(pool_bytes, use_hugepages=False)
+    daemon = build(config.load(flags, {}), pool, None)
+    daemon.facts.copiers.refusal = ""
+    daemon.facts.copiers.command = gpu.command
+    closing = trio.Event()
+    try:
+        async with trio.open_nursery() as nursery:
+            opened = trio.Event()
+            nursery.start_soon(run_trio, daemon, closing, lambda _: opened.set())
+            await opened.wait()
+            try:
+                yield daemon
+            finally:
+                gpu.control[fake_gpu.HANG] = 0
+                pids = [one.pid for one in daemon.facts.copiers.by_gpu.values()]
+                closing.set()
+        assert not [pid for pid in pids if exists(pid)]
+    finally:
+        pool.close()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])  # where copiers find this package
+    return Gpu(*memfd(fake_gpu.CONTROL_BYTES))
+
+
+def copier(daemon: Daemon) -> copier_module.Copier:
+    return daemon.facts.copiers.by_gpu[UUID.hex()]
+
+
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def maps(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+async def until(check: Callable[[], object], limit_s: float = 10.0) -> None:
+    with trio.fail_after(limit_s):
+        while not check():  # noqa: ASYNC110  # of other processes' doings
+            await trio.sleep(0.005)
+
+
+def fill(rank: Rank, seed: int = 0) -> None:
+    rank.memory[:] = np.random.default_rng(seed).integers(0, 256, len(rank.memory), np.uint8)
+
+
+PIECES = st.lists(st.sampled_from([1, 2, 48, 512, 4096, 5000]), min_size=1, max_size=5)
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sizes=PIECES, apart=st.booleans(), padding=st.sampled_from([0, 3, 64]), data=st.data())
+def test_random_layouts_come_back_as_they_were(
+    *, gpu: Gpu, sizes: list[int], apart: bool, padding: int, data: st.DataObject
+) -> None:
+    """Pieces apart (a region each) or together (block after block), with padded rows or without."""
+    offset, pieces = 0, []
+    row = sum(sizes) + padding
+    for size in sizes:
+        stride = size + padding if apart else row
+        pieces.append(Piece(0, offset, stride, size))
+        offset += BLOCKS * stride if apart else size
+    ids = data.draw(st.permutations(range(BLOCKS)))
+    count = data.draw(st.integers(1, BLOCKS // 2))
+
+    async def main() -> None:
+        async with running(gpu) as daemon:
+            rank = Rank(daemon, pieces=tuple(pieces))
+            await rank.attach()
+            fill(rank)
+            source, target = ids[:count], ids[count : 2 * count]
+            before = rank.memory.copy()
+            wanted = [rank.block(one) for one in source]
+            assert await rank.save(range(count), source) == count
+            assert np.array_equal(rank.memory, before)
+            assert await rank.load(range(count), target) == []
+            assert [rank.block(one) for one in target] == wanted
+            for number in target:  # and nothing else was touched
+                for piece in pieces:
+                    at = piece.offset + number * piece.stride
+                    before[at : at + piece.bytes] = rank.memory[at : at + piece.bytes]
+            assert np.array_equal(rank.memory, before)
+
+    trio.run(main)
+
+
+async def test_a_save_waits_for_the_engine_s_work_and_others_do_not(gpu: Gpu) -> None:
+    async with running(gpu) as daemon, trio.open_nursery() as nursery:
+        rank = Rank(daemon)
+        await rank.attach()
+        fill(rank)
+        saved: list[int] = []
+
+        async def slow() -> None:
+            saved.append(await rank.save(["a", "b"], [1, 2], event=3))
+
+        nursery.start_soon(slow)
+        assert await rank.save(["x"], [9]) == 1
+        await trio.sleep(0.1)
+        assert not saved
+        assert rank.query(["a", "b"]) == (0, 0)
+        rank.memory[PAGE : 3 * PAGE] = 7  # what the work writes
+        rank.events[2] = 1
+        await until(lambda: saved)
+        assert saved == [2]
+        assert await rank.load(["a", "b"], [20, 21]) == []
+        assert set(rank.block(20) + rank.block(21)) == {7}
+
+
+async def test_a_small_load_overtakes_a_large_one(gpu: Gpu) -> None:
+    page = 256 << 10
+    async with running(gpu, 64 << 20) as daemon, trio.open_nursery() as nursery:
+        rank = Rank(daemon, pieces=(Piece(0, 0, page, page),), blocks=256)
+        await rank.attach()
+        assert await rank.save(range(120), range(120)) == 120
+        gpu.control[fake_gpu.PAUSE_MS] = 10
+        ended: list[str] = []
+
+        async def load(name: str, count: int, first: int) -> None:
+            blocks = range(first, first + count)
+            assert await rank.load(range(count), blocks, request=name) == []
+            ended.append(name)
+
+        nursery.start_soon(load, "large", 120, 128)
+        await trio.sleep(0.03)
+        nursery.start_soon(load, "small", 3, 250)
+        await until(lambda: len(ended) == 2)
+        assert ended == ["small", "large"]
+
+
+async def test_a_load_that_is_reported_as_late_writes_nothing_later(gpu: Gpu) -> None:
+    async with running(gpu) as daemon:
+        rank = Rank(daemon, blocks=256)
+        await rank.attach()
+        fill(rank)
+        assert await rank.save(range(100), range(100)) == 100
+        gpu.control[fake_gpu.PAUSE_MS] = 50
+        gpu.control[fake_gpu.EARLY] = 1
+        failed = await rank.load(range(100), range(120, 220), budget_s=0.2)
+        assert 0 < len(failed) < 100
+        arrived = sorted(set(range(100)) - set(failed))
+        for at in arrived:
+            assert rank.block(120 + at) == rank.block(at)
+        rank.memory[:] = 1
+        await trio.sleep(0.3)
+        assert set(rank.memory.tolist()) == {1}
+
+
+async def test_a_killed_copier_fails_its_copies_and_another_takes_over(gpu: Gpu) -> None:
+    async with running(gpu) as daemon, trio.open_nursery() as nursery:
+        rank = Rank(daemon)
+        (writer,) = await rank.attach()
+        assert writer == copier(daemon).pid
+        fill(rank)
+        assert await rank.save(range(8), range(8)) == 8
+        gpu.control[fake_gpu.HANG] = 1
+        outcome: list[list[int]] = []
+
+        async def load() -> None:
+            outcome.append(await rank.load(range(8), range(16, 24)))
+
+        nursery.start_soon(load)
+        await trio.sleep(0.1)
+        os.kill(writer, signal.SIGKILL)
+        await until(lambda: outcome)
+        assert outcome == [list(range(8))]
+        assert not exists(writer), "reported before it was dead"
+        await until(lambda: rank.session.is_closing)
+        assert daemon.facts.shown_state.startswith(f"degraded: GPU {UUID.hex()}: ended by signal 9")
+        gpu.control[fake_gpu.HANG] = 0
+        with contextlib.suppress(NotReadyError):
+            await rank.attach()
+        await trio.sleep(1.1)  # the second start is held back for a second
+        (other,) = await rank.attach()
+        assert other != writer
+        assert daemon.facts.shown_state == "serving"
+        assert await rank.load(range(8), range(16, 24)) == []
+        assert [rank.block(n) for n in range(8)] == [rank.block(n) for n in range(16, 24)]
+
+
+async def test_a_copier_that_hangs_is_killed_and_the_rest_goes_on(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copier_module, "HANG_S", 1.0)
+    async with running(gpu) as daemon:
+        rank = Rank(daemon)
+        await rank.attach()
+        fill(rank)
+        await rank.save(["a"], [0])
+        gpu.control[fake_gpu.HANG] = 1
+        with trio.fail_after(8):
+            assert await rank.load(["a"], [5]) == [0]
+        assert "it hung in a load" in daemon.facts.shown_state
+
+
+async def test_a_long_copy_that_makes_progress_is_no_hang(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copier_module, "HANG_S", 1.5)
+    async with running(gpu) as daemon:
+        rank = Rank(daemon)
+        await rank.attach()
+        fill(rank)
+        await rank.save(range(60), range(60))
+        gpu.control[fake_gpu.PAUSE_MS] = 250
+        assert await rank.load(range(60), range(60)) == []
+        assert copier(daemon).end == ""
+
+
+async def test_an_engine_s_event_that_never_comes_is_no_hang_and_ends_with_the_session(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copier_module, "HANG_S", 1.0)
+    async with running(gpu) as daemon, trio.open_nursery() as nursery:
+        rank = Rank(daemon)
+        await rank.attach()
+        saved: list[int] = []
+
+        async def save() -> None:
+            saved.append(await rank.save(["a"], [0], event=1))
+
+        nursery.start_soon(save)
+        await trio.sleep(2.5)
+        assert copier(daemon).end == ""
+        daemon.service.sessions.close(rank.session, "test")
+        await until(lambda: saved)
+        assert saved == [0]
+        await until(rank.session.ended.is_set)
+        pages = daemon.service.store.cache.pages
+        assert pages.used_bytes == 0
+
+
+async def test_a_broken_gpu_is_named_and_costs_only_its_copies(gpu: Gpu) -> None:
+    async with running(gpu) as daemon:
+        rank = Rank(daemon)
+        await rank.attach()
+        gpu.control[fake_gpu.BREAK] = 1
+        assert await rank.save(["a"], [0]) == 0
+        await until(lambda: "fallen off the bus" in daemon.facts.shown_state)
+
+
+async def test_memory_that_cannot_be_mapped_is_refused_and_others_are_served(gpu: Gpu) -> None:
+    async with running(gpu) as daemon:
+        good, bad = Rank(daemon, "good"), Rank(daemon, "bad")
+        await good.attach()
+        bad.fd = 987_654
+        with pytest.raises(BadRequestError, match="no such memory"):
+            await bad.attach()
+        fill(good)
+        assert await good.save(["a"], [0]) == 1
+        with pytest.raises(BadRequestError, match="event 9 of 8"):
+            await good.save(["b"], [0], event=9)
+
+
+async def test_a_session_s_end_unmaps_its_memory(gpu: Gpu) -> None:
+    async with running(gpu) as daemon:
+        rank = Rank(daemon)
+        (pid,) = await rank.attach()
+        inode = str(os.fstat(rank.fd).st_ino)
+        assert inode in maps(pid)
+        daemon.service.sessions.close(rank.session, "test")
+        await until(lambda: inode not in maps(pid), 2.0)
+
+
+async def test_a_daemon_without_cuda_says_so(gpu: Gpu) -> None:
+    async with running(gpu) as daemon:
+        daemon.facts.copiers.refusal = "this daemon has no CUDA"
+        with pytest.raises(KvError, match="no CUDA"):
+            await Rank(daemon).attach()
+
+
+async def test_a_copier_that_cannot_start_is_not_started_all_the_time(gpu: Gpu) -> None:
+    async with running(gpu) as daemon:
+        daemon.facts.copiers.command = lambda *_: [sys.executable, "-c", "raise SystemExit(7)"]
+        reasons = []
+        for _ in range(20):
+            with pytest.raises(NotReadyError) as caught:
+                await Rank(daemon).attach()
+            reasons.append(str(caught.value))
+            await trio.sleep(0.01)
+        assert "ended with 7" in reasons[0]
+        assert "started again in" in reasons[-1]
+        assert daemon.facts.copiers.end_count(UUID.hex()) <= 3
+
+
+def test_copiers_die_with_a_daemon_that_is_killed(gpu: Gpu, tmp_path: Path) -> None:
+    """Not by reading its socket's end: it is stopped, and the kernel ends it."""
+    pid_file = tmp_path / "pid"
+
+    async def main() -> None:
+        async with running(gpu) as daemon:
+            (pid,) = await Rank(daemon).attach()
+            os.kill(pid, signal.SIGSTOP)
+            pid_file.write_text(str(pid))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            trio.run(main)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), "the daemon did not come so far"
+    pid = int(pid_file.read_text())
+    trio.run(partial(until, lambda: not is_running(pid)))
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)  # orphans come to the run of tests
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    return False

@@ -1,0 +1,150 @@
+"""GPU memory of this process, described so that the daemon's copier can map it.
+
+Decided here: that an allocation is exported once, by its raw IPC handle, and what an engine is told
+when its memory cannot be. Calls the CUDA driver by ctypes, because an engine has that and torch and
+need not have more. This file does not know layers or blocks.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from trikv.connector.layouts import LayoutError, Plan
+
+HANDLE_BYTES: Final = 64
+UUID_BYTES: Final = 16
+EVENT_COUNT: Final = 32
+"""A save waits for the latest record of its event: with few of them, for that of a later step."""
+INVALID_VALUE: Final = 1
+NOT_SUPPORTED: Final = 801
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One allocation of the driver's, as others may map it."""
+
+    address: int
+    size_bytes: int
+    handle: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """All memory of a plan.
+
+    Attributes:
+        device: 16 bytes, the GPU's UUID.
+        places: for each memory of the plan: number of its allocation, and its offset inside.
+    """
+
+    device: bytes
+    allocations: tuple[Allocation, ...]
+    places: tuple[tuple[int, int], ...]
+
+
+class Driver:
+    """The driver's calls that are needed, on the device that is current in this thread."""
+
+    def __init__(self) -> None:
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise LayoutError(f"the CUDA driver cannot be loaded: {error}") from None
+
+    def allocation(self, address: int) -> Allocation:
+        """The allocation that an address lies in, exported.
+
+        Raises:
+            LayoutError: it is of a kind that cannot be exported; names the setting.
+        """
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        self._call(
+            "cuMemGetAddressRange_v2",
+            ctypes.byref(base),
+            ctypes.byref(size),
+            ctypes.c_uint64(address),
+        )
+        handle = (ctypes.c_ubyte * HANDLE_BYTES)()
+        code = self._library.cuIpcGetMemHandle(handle, base)
+        if code in {INVALID_VALUE, NOT_SUPPORTED}:
+            raise LayoutError(
+                "the KV cache lies in virtual memory that CUDA IPC cannot share: start without "
+                "expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF and without sleep mode"
+            )
+        _check("cuIpcGetMemHandle", code)
+        return Allocation(base.value, size.value, bytes(handle))
+
+    def uuid(self) -> bytes:
+        """Of the current device.
+
+        Raises:
+            LayoutError: it is a part of a GPU.
+        """
+        device = ctypes.c_int()
+        self._call("cuCtxGetDevice", ctypes.byref(device))
+        whole, part = (ctypes.c_ubyte * UUID_BYTES)(), (ctypes.c_ubyte * UUID_BYTES)()
+        self._call("cuDeviceGetUuid", whole, device)
+        self._call("cuDeviceGetUuid_v2", part, device)
+        if bytes(whole) != bytes(part):
+            raise LayoutError("MIG is not supported: CUDA IPC does not reach instances of a GPU")
+        return bytes(whole)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        _check(name, getattr(self._library, name)(*arguments))
+
+
+def _check(name: str, code: int) -> None:
+    if code != 0:
+        raise LayoutError(f"{name} failed with CUDA error {code}")
+
+
+def export(plan: Plan, driver: Driver) -> Export:
+    """Export what a plan's memories lie in.
+
+    Raises:
+        LayoutError: not possible; the message says why.
+    """
+    allocations: list[Allocation] = []
+    places = []
+    for memory in plan.memories:
+        number = next(
+            (
+                at
+                for at, one in enumerate(allocations)
+                if one.address <= memory.address < one.address + one.size_bytes
+            ),
+            None,
+        )
+        if number is None:
+            number = len(allocations)
+            allocations.append(driver.allocation(memory.address))
+        places.append((number, memory.address - allocations[number].address))
+    return Export(driver.uuid(), tuple(allocations), tuple(places))
+
+
+class StepEvents:
+    """Events that the engine records after its work, for copies to wait for, in turns."""
+
+    def __init__(self, events: Sequence[Any]) -> None:
+        self._events = events
+        self._next = 0
+
+    @property
+    def handles(self) -> list[bytes]:
+        """For the daemon."""
+        return [bytes(event.ipc_handle()) for event in self._events]
+
+    def record(self) -> int:
+        """Note what the current stream holds now; returns the event's number, from 1."""
+        at = self._next
+        self._next = (at + 1) % len(self._events)
+        self._events[at].record()
+        return at + 1
+
+
+def step_events(count: int = EVENT_COUNT) -> StepEvents:
+    """Events of the current device that other processes can wait for."""
+    from torch.cuda import Event  # noqa: PLC0415  # an engine without a GPU may have no CUDA torch
+
+    return StepEvents([Event(enable_timing=False, interprocess=True) for _ in range(count)])

@@ -1,0 +1,163 @@
+"""How a copy to or from a GPU is cut, and which copy goes on next.
+
+Decided here: the order of a copy's blocks, where chunks begin, which neighbours move as one, who
+goes first among copies that wait, and which bytes of the staging buffer a chunk gets. This file
+does not know devices: it deals in numbers of bytes.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trikv.core.words import Offsets
+
+AGING_BYTES_S: Final = 256 << 20
+"""A copy that waits a second goes before one that is this much smaller."""
+
+Runs = NDArray[np.int64]
+"""Shape (n, 3): two places and a number of bytes; what moves with one request to the hardware."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """A copy in the order in which its blocks move.
+
+    Attributes:
+        order: int64[blocks], position in the message of the block that moves n-th.
+        blocks: int32[blocks], the engine's, in this order.
+        offsets: int64[blocks], of the pool, in this order: they ascend.
+        starts: int64[chunks + 1], where chunks begin, and the number of blocks.
+    """
+
+    order: NDArray[np.int64]
+    blocks: NDArray[np.int32]
+    offsets: Offsets
+    starts: NDArray[np.int64]
+
+    @property
+    def chunk_count(self) -> int:
+        """How many chunks there are."""
+        return len(self.starts) - 1
+
+
+def cut(blocks: NDArray[np.int32], offsets: Offsets, *, page_bytes: int, chunk_bytes: int) -> Cut:
+    """Sort by place in the pool, so that neighbours meet, and divide.
+
+    The first chunks are smaller: the bus has something to do while the rest is gathered.
+
+    Args:
+        blocks: the engine's, shape (n,), n >= 1.
+        offsets: of their pages in the pool, distinct.
+        page_bytes: how far apart neighbours are.
+        chunk_bytes: of a full chunk; a page that is larger makes a chunk of its own.
+    """
+    order = np.argsort(offsets, kind="stable")
+    full = max(1, chunk_bytes // page_bytes)
+    starts, size = [0], max(1, full // 8)
+    while starts[-1] < len(blocks):
+        starts.append(min(starts[-1] + size, len(blocks)))
+        size = min(2 * size, full)
+    return Cut(order, blocks[order], offsets[order], np.array(starts, np.int64))
+
+
+def page_runs(offsets: Offsets, *, page_bytes: int, slab_bytes: int) -> Runs:
+    """Pages that lie side by side, as (index of the first, offset of the first, bytes).
+
+    Args:
+        offsets: ascending.
+        page_bytes: with padding.
+        slab_bytes: no run crosses from one slab into the next: each is registered by itself.
+    """
+    gap = (np.diff(offsets) != page_bytes) | (np.diff(offsets // slab_bytes) != 0)
+    first = np.concatenate(([0], np.flatnonzero(gap) + 1))
+    count = np.diff(np.concatenate((first, [len(offsets)])))
+    return np.column_stack((first, offsets[first], count * page_bytes))
+
+
+def piece_runs(
+    addresses: NDArray[np.int64],
+    offsets: Offsets,
+    lengths: NDArray[np.int64],
+    *,
+    slab_bytes: int,
+) -> Runs:
+    """Pieces that are neighbours at both ends, as (address, offset, bytes).
+
+    Args:
+        addresses: of each piece of each block, shape (blocks, pieces).
+        offsets: of the pages, ascending, shape (blocks,).
+        lengths: bytes of each piece, in page order, shape (pieces,).
+        slab_bytes: as above.
+    """
+    places = offsets[:, None] + (np.cumsum(lengths) - lengths)
+    flat = np.column_stack((addresses.ravel(), places.ravel(), np.tile(lengths, len(offsets))))
+    end = flat[:-1, :2] + flat[:-1, 2:]
+    gap = (end != flat[1:, :2]).any(axis=1)
+    gap |= np.diff(flat[:, 1] // slab_bytes) != 0
+    first = np.concatenate(([0], np.flatnonzero(gap) + 1))
+    return np.column_stack((flat[first, :2], np.add.reduceat(flat[:, 2], first)))
+
+
+class Waiting(Protocol):
+    """What decides when a copy's next chunk goes."""
+
+    @property
+    def bytes_left(self) -> int:
+        """That have not been started."""
+        ...
+
+    @property
+    def since_s(self) -> float:
+        """When it came, on the caller's clock."""
+        ...
+
+
+def next_copy(waiting: Sequence[Waiting], *, now_s: float) -> int:
+    """Which copy goes on: the one with the least left, older ones gaining with time.
+
+    So a small load is not held up by a large one, and the large one is not held up for ever.
+
+    Args:
+        waiting: at least one.
+        now_s: seconds on the clock of `since_s`.
+    """
+    left = [one.bytes_left - AGING_BYTES_S * (now_s - one.since_s) for one in waiting]
+    return left.index(min(left))
+
+
+@dataclass(slots=True)
+class Ring:
+    """Parts of one buffer, given out and given back in the same order.
+
+    Attributes:
+        size: of the buffer; 0: there is none.
+    """
+
+    size: int
+    _taken: deque[tuple[int, int]] = field(default_factory=deque)  # begin, end
+
+    def take(self, count: int) -> int | None:
+        """Where `count` bytes in a row are free, or None while they are not.
+
+        Args:
+            count: at most `size`; more never fits.
+        """
+        assert 0 < count <= self.size
+        begin = 0
+        if self._taken:
+            begin, oldest = self._taken[-1][1], self._taken[0][0]
+            is_wrapped = begin <= oldest
+            if not is_wrapped and begin + count > self.size:  # too little is left at the end
+                begin, is_wrapped = 0, True
+            if is_wrapped and begin + count > oldest:
+                return None
+        self._taken.append((begin, begin + count))
+        return begin
+
+    def give_back(self) -> None:
+        """The oldest part is free again."""
+        self._taken.popleft()

@@ -1,0 +1,338 @@
+"""A copier: the process that moves bytes between one GPU and the pool, and decides nothing else.
+
+Decided here: how its two directions take turns among their copies, what it answers and when, and
+that it ends with the daemon. A process of its own, because a broken CUDA context or a hung driver
+call must cost one GPU's copies and not the daemon. This file does not know CUDA: it drives a
+`Device`.
+
+Threads: the main one reads orders and maps memory; one a direction moves bytes. An error on the
+way is the end of the process: the daemon hears why, sees it dead, and starts another one.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trikv.core.chunks import Cut, next_copy
+from trikv.core.words import Offsets
+from trikv.tiers.frames import (
+    AttachOrder,
+    CopyOrder,
+    Direction,
+    Frames,
+    Kind,
+    pack,
+    pack_facts,
+    pack_mask,
+    read_attach,
+    read_copy,
+)
+
+ALIVE_S: Final = 1.0
+POLL_S: Final = 0.0005
+"""How often a save looks whether the engine's work before it is over."""
+READ_BYTES: Final = 1 << 20
+PR_SET_PDEATHSIG: Final = 1
+EXIT_FAILED: Final = 3
+
+
+class AttachError(Exception):
+    """This memory cannot be mapped; the message says why, and which setting to change."""
+
+
+class Mapped(Protocol):
+    """Memory that a device has mapped."""
+
+    def is_over(self, event: int) -> bool:
+        """Whether the engine's work before it last recorded event `event` (from 1) is over."""
+        ...
+
+    def cut(self, order: CopyOrder) -> Cut:
+        """Divide a copy."""
+        ...
+
+    def block_bytes(self, group: int) -> int:
+        """Of one block's page."""
+        ...
+
+
+class Lane(Protocol):
+    """One direction of a device; used by one thread."""
+
+    def start(
+        self, mapped: Mapped, group: int, blocks: NDArray[np.int32], offsets: Offsets
+    ) -> bool:
+        """Begin a chunk; False: there is no room before the oldest one has ended."""
+        ...
+
+    def wait(self) -> None:
+        """Return when the oldest chunk has ended: no byte of it moves any more."""
+        ...
+
+
+class Device(Protocol):
+    """One GPU."""
+
+    @property
+    def facts(self) -> dict[str, str | int | float]:
+        """For people."""
+        ...
+
+    def attach(self, order: AttachOrder) -> Mapped:
+        """Map a rank's memory.
+
+        Raises:
+            AttachError: not possible; nothing is left behind.
+        """
+        ...
+
+    def detach(self, mapped: Mapped) -> None:
+        """Unmap it; no chunk of it is under way."""
+        ...
+
+    def lane(self, direction: Direction) -> Lane:
+        """The way in this direction; called once each, in the thread that will use it."""
+        ...
+
+    def prepare_pool(self, note: Callable[[bytes], None]) -> None:
+        """What makes copies of the pool fast and can be done while they run already."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One copy; lives in the direction's thread from its order to its end."""
+
+    number: int
+    mapped: Mapped
+    order: CopyOrder
+    cut: Cut
+    since_s: float
+    arrived: NDArray[np.bool_]
+    bytes_left: int
+    next_chunk: int = 0
+    under_way: int = 0
+    is_stopped: bool = False
+
+    @property
+    def is_started(self) -> bool:
+        """No further chunk will be started."""
+        return self.is_stopped or self.next_chunk == self.cut.chunk_count
+
+
+@dataclass(slots=True)
+class Work:
+    """One direction: what waits, what moves, and the thread that sees to it.
+
+    At the bound: the daemon sends no more copies at once than its own queue lets through.
+    """
+
+    direction: Direction
+    device: Device
+    send: Callable[[bytes], None]
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _orders: deque[Transfer] = field(default_factory=deque)
+    _stops: set[int] = field(default_factory=set)
+    _waiting: list[Transfer] = field(default_factory=list)
+    _moving: deque[tuple[Transfer, int, int]] = field(default_factory=deque)
+    _alive_s: float = 0.0
+
+    def add(self, number: int, mapped: Mapped, order: CopyOrder) -> None:
+        """Queue a copy; any thread."""
+        cut = mapped.cut(order)
+        count = len(order.blocks)
+        transfer = Transfer(
+            number,
+            mapped,
+            order,
+            cut,
+            time.perf_counter(),
+            np.zeros(count, np.bool_),
+            count * mapped.block_bytes(order.group),
+        )
+        with self._changed:
+            self._orders.append(transfer)
+            self._changed.notify()
+
+    def stop(self, number: int) -> None:
+        """Start no more chunks of a copy; any thread; one that has ended is not known any more."""
+        with self._changed:
+            self._stops.add(number)
+            self._changed.notify()
+
+    def run(self) -> None:
+        """Move bytes until the process ends."""
+        lane = self.device.lane(self.direction)
+        while True:
+            self._take_orders()
+            self._show_life()
+            ready = [one for one in self._waiting if one.mapped.is_over(one.order.event)]
+            if ready:
+                chosen = ready[next_copy(ready, now_s=time.perf_counter())]
+                if not self._start(lane, chosen):
+                    self._finish(lane)
+            elif self._moving:
+                self._finish(lane)
+
+    def _take_orders(self) -> None:
+        """Take what has come; with nothing to do, wait for it."""
+        with self._changed:
+            while not (self._orders or self._stops):
+                if self._moving:
+                    return
+                # A save that waits for its engine is looked at again; nothing at all sleeps.
+                if not self._changed.wait(POLL_S if self._waiting else None):
+                    return
+                self._alive_s = 0.0
+            orders, stops = list(self._orders), set(self._stops)
+            self._orders.clear()
+            self._stops.clear()
+        self._waiting += orders
+        for transfer in list(self._waiting):
+            if transfer.number in stops:
+                transfer.is_stopped = True
+                self._waiting.remove(transfer)
+                self._end_if_over(transfer)
+
+    def _show_life(self) -> None:
+        now_s = time.perf_counter()
+        if now_s - self._alive_s >= ALIVE_S:
+            self._alive_s = now_s
+            self.send(pack(Kind.ALIVE, self.direction))
+
+    def _start(self, lane: Lane, transfer: Transfer) -> bool:
+        begin, end = transfer.cut.starts[transfer.next_chunk : transfer.next_chunk + 2].tolist()
+        blocks, offsets = transfer.cut.blocks[begin:end], transfer.cut.offsets[begin:end]
+        if not lane.start(transfer.mapped, transfer.order.group, blocks, offsets):
+            assert self._moving, "a chunk that never fits"
+            return False
+        transfer.next_chunk += 1
+        transfer.under_way += 1
+        transfer.bytes_left -= (end - begin) * transfer.mapped.block_bytes(transfer.order.group)
+        self._moving.append((transfer, begin, end))
+        if transfer.is_started:
+            self._waiting.remove(transfer)
+        return True
+
+    def _finish(self, lane: Lane) -> None:
+        lane.wait()
+        transfer, begin, end = self._moving.popleft()
+        transfer.arrived[transfer.cut.order[begin:end]] = True
+        transfer.under_way -= 1
+        self._end_if_over(transfer)
+
+    def _end_if_over(self, transfer: Transfer) -> None:
+        if transfer.is_started and transfer.under_way == 0:
+            self.send(pack(Kind.ENDED, transfer.number, pack_mask(transfer.arrived)))
+
+
+class Copier:
+    """The main thread's part: orders in, memory mapped, reports out."""
+
+    def __init__(self, device: Device, sock: socket.socket) -> None:
+        self._device = device
+        self._sock = sock
+        self._sending = threading.Lock()
+        self._mapped: dict[int, Mapped] = {}
+        self._work = {one: Work(one, device, self.send) for one in Direction}
+
+    def send(self, frame: bytes) -> None:
+        """Report to the daemon; any thread."""
+        with self._sending:
+            self._sock.sendall(frame)
+
+    def run(self) -> None:
+        """Serve until the daemon closes the socket."""
+        self.send(pack(Kind.READY, os.getpid(), pack_facts(**self._device.facts)))
+        for work in self._work.values():
+            self._spawn(work.run)
+        self._spawn(lambda: self._device.prepare_pool(self._note))
+        frames = Frames()
+        while data := self._sock.recv(READ_BYTES):
+            frames.feed(data, self._obey)
+
+    def _note(self, facts: bytes) -> None:
+        self.send(pack(Kind.NOTE, 0, facts))
+
+    def _spawn(self, run: Callable[[], None]) -> None:
+        threading.Thread(target=self._guarded, args=(run,), daemon=True).start()
+
+    def _guarded(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException as error:  # noqa: BLE001  # whatever it is, this process is of no more use
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Say why, and end at once: what is under way on the GPU ends with the process."""
+        text = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):
+            self.send(pack(Kind.FAILED, 0, text.encode()))
+        os._exit(EXIT_FAILED)
+
+    def _obey(self, kind: Kind, number: int, body: bytes) -> None:
+        if kind is Kind.ATTACH:
+            self._attach(number, read_attach(body))
+        elif kind is Kind.DETACH:
+            mapped = self._mapped.pop(number, None)
+            if mapped is not None:  # else it was refused
+                self._device.detach(mapped)
+        elif kind is Kind.COPY:
+            order = read_copy(body)
+            self._work[order.direction].add(number, self._mapped[order.attachment], order)
+        elif kind is Kind.STOP:
+            for work in self._work.values():
+                work.stop(number)
+        else:
+            raise AssertionError(f"a daemon does not send {kind.name}")
+
+    def _attach(self, number: int, order: AttachOrder) -> None:
+        try:
+            self._mapped[number] = self._device.attach(order)
+        except AttachError as error:
+            self.send(pack(Kind.REFUSED, number, str(error).encode()))
+        else:
+            self.send(pack(Kind.MAPPED, number))
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel end this process when the daemon ends, however it does."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)  # it has ended already
+
+
+def serve(open_device: Callable[[], Device], sock: socket.socket, parent: int) -> None:
+    """Be a copier until the daemon closes `sock` or ends.
+
+    Args:
+        open_device: makes the device; what it raises is reported as the reason of the end.
+        sock: to the daemon.
+        parent: the daemon's pid.
+    """
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the daemon's to handle
+    try:
+        copier = Copier(open_device(), sock)
+    except Exception as error:  # noqa: BLE001  # the daemon logs it, in its own format
+        with contextlib.suppress(OSError):
+            sock.sendall(pack(Kind.FAILED, 0, str(error).encode()))
+        os._exit(EXIT_FAILED)
+    try:
+        copier.run()
+    except OSError:
+        pass  # the daemon is gone
+    except Exception as error:  # noqa: BLE001  # as in the other threads
+        copier.fail(error)
+    os._exit(0)  # threads and the context end with the process

@@ -1,0 +1,250 @@
+"""One GPU as a copier drives it: memory of engines mapped, the pool registered; and its process.
+
+Decided here: that each allocation is mapped once, that slabs are registered when first used or
+before, and when staging is given back. This file does not know blocks, sessions or who waits, and
+CUDA's calls only through `gpu`.
+"""
+
+import argparse
+import contextlib
+import mmap
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trikv.core.pages import PAGE_ALIGN
+from trikv.core.words import Offsets
+from trikv.tiers import gpu, kernels
+from trikv.tiers.copier import AttachError, Mapped, serve
+from trikv.tiers.frames import AttachOrder, Direction, GroupOrder, pack_facts
+from trikv.tiers.lane import GpuLane, GpuMemory, Group
+
+DIRECT_BYTES: Final = 512 << 10
+"""Pieces of this size and more are worth a request to the copy engine each."""
+CAPABILITY_MIN: Final = 70
+SWITCH_S: Final = 0.0005
+
+
+@dataclass(slots=True)
+class GpuDevice:
+    """One GPU; a `Device`."""
+
+    context: gpu.Handle
+    name: str
+    kernels: dict[int, gpu.Handle]
+    pool_address: int
+    pool_bytes: int
+    slab_bytes: int
+    staging_bytes: int
+    started_s: float
+    note: Callable[[bytes], None] = lambda _: None
+    _lanes: list[GpuLane] = field(default_factory=list)
+    _opened: dict[bytes, list[int]] = field(default_factory=dict)  # handle: address, users
+    _staged: int = 0
+    _registered: NDArray[np.bool_] = field(init=False)
+    _registering: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._registered = np.zeros(-(-self.pool_bytes // self.slab_bytes), np.bool_)
+
+    @property
+    def facts(self) -> dict[str, str | int | float]:
+        """See `Device`."""
+        took_s = round(time.perf_counter() - self.started_s, 3)
+        return {"name": self.name, "took_s": took_s, "staging_bytes": 2 * self.staging_bytes}
+
+    def lane(self, direction: Direction) -> GpuLane:
+        """See `Device`."""
+        gpu.make_current(self.context)
+        lane = GpuLane(self, into_engine=direction is Direction.LOAD)
+        self._lanes.append(lane)
+        return lane
+
+    def prepare_pool(self, note: Callable[[bytes], None]) -> None:
+        """See `Device`: registers slab after slab."""
+        gpu.make_current(self.context)
+        self.note = note
+        begin_s = time.perf_counter()
+        for slab in range(len(self._registered)):
+            self._register(slab)
+        took_s = round(time.perf_counter() - begin_s, 3)
+        self.tell("pool.registered", bytes=self.pool_bytes, took_s=took_s)
+
+    def tell(self, event: str, **facts: float | str) -> None:
+        """See `Owner`."""
+        self.note(pack_facts(event=event, **facts))
+
+    def register_slabs(self, offsets: Offsets) -> None:
+        """Have the slabs of these pages registered now."""
+        slabs = offsets // self.slab_bytes
+        if not self._registered[slabs].all():
+            for slab in np.unique(slabs).tolist():
+                self._register(slab)
+
+    def _register(self, slab: int) -> None:
+        with self._registering:
+            if not self._registered[slab]:
+                begin = slab * self.slab_bytes
+                size = min(self.slab_bytes, self.pool_bytes - begin)
+                gpu.register(self.pool_address + begin, size)
+                self._registered[slab] = True
+
+    def attach(self, order: AttachOrder) -> GpuMemory:
+        """See `Device`."""
+        with contextlib.ExitStack() as undo:
+            addresses = []
+            for handle in order.handles:
+                addresses.append(self._open(handle))
+                undo.callback(self._close, handle)
+            events = []
+            for handle in order.events:
+                events.append(_open_event(handle))
+                undo.callback(gpu.close_event, events[-1])
+            groups = []
+            for group in order.groups:
+                groups.append(_map_group(group, addresses))
+                undo.callback(gpu.free, groups[-1].rows)
+            undo.pop_all()
+        self._staged += any(not group.is_direct for group in groups)
+        return GpuMemory(order.handles, tuple(events), tuple(groups))
+
+    def detach(self, mapped: Mapped) -> None:
+        """See `Device`; the last rank whose pieces are scattered takes the staging along."""
+        memory = cast("GpuMemory", mapped)
+        for group in memory.groups:
+            gpu.free(group.rows)
+        for event in memory.events:
+            gpu.close_event(event)
+        for handle in memory.handles:
+            self._close(handle)
+        if any(not group.is_direct for group in memory.groups):
+            self._staged -= 1
+            if self._staged == 0:
+                for lane in self._lanes:
+                    lane.drop_staging()
+
+    def _open(self, handle: bytes) -> int:
+        """Each allocation is mapped once, whoever registers it how often."""
+        known = self._opened.get(handle)
+        if known is None:
+            try:
+                known = self._opened[handle] = [gpu.open_memory(handle), 0]
+            except gpu.CudaError as error:
+                raise AttachError(
+                    f"the engine's GPU memory cannot be mapped ({error}): engine and daemon must "
+                    "share IPC and pid namespaces"
+                ) from None
+        known[1] += 1
+        return known[0]
+
+    def _close(self, handle: bytes) -> None:
+        known = self._opened[handle]
+        known[1] -= 1
+        if known[1] == 0:
+            del self._opened[handle]
+            gpu.close_memory(known[0])
+
+
+def _open_event(handle: bytes) -> gpu.Handle:
+    try:
+        return gpu.open_event(handle)
+    except gpu.CudaError as error:
+        raise AttachError(f"an event of the engine cannot be opened ({error})") from None
+
+
+def _map_group(order: GroupOrder, addresses: list[int]) -> Group:
+    pieces = order.pieces
+    address = np.array([addresses[one.memory] + one.offset for one in pieces], np.int64)
+    stride = np.array([one.stride for one in pieces], np.int64)
+    length = np.array([one.bytes for one in pieces], np.int64)
+    page_bytes = int(length.sum())
+    table = kernels.table(address, stride, length)
+    try:
+        rows = gpu.upload(table.rows)
+    except gpu.CudaError as error:
+        raise AttachError(f"no table of {len(pieces)} pieces on the GPU ({error})") from None
+    pitch = -(-page_bytes // PAGE_ALIGN) * PAGE_ALIGN
+    is_direct = page_bytes // len(pieces) >= DIRECT_BYTES
+    return Group(address, stride, length, page_bytes, pitch, is_direct, table, rows)
+
+
+def version_problem(driver_version: int, bindings: str) -> str:
+    """Why this build of cuda-python cannot be used with this driver, with what to do; or nothing.
+
+    Args:
+        driver_version: 12040 means 12.4.
+        bindings: version of the package.
+    """
+    speaks, needs = driver_version // 1000, int(bindings.partition(".")[0])
+    if speaks >= needs:
+        return ""
+    return (
+        f"the GPU driver speaks CUDA {speaks}.{driver_version % 1000 // 10}, but cuda-python "
+        f"{bindings} needs CUDA {needs}: install trikv[cu{speaks}] instead of trikv[cu{needs}]"
+    )
+
+
+def open_device(uuid: bytes, pool: mmap.mmap, *, slab_bytes: int, staging_bytes: int) -> GpuDevice:
+    """Open a GPU for the calling thread.
+
+    Raises:
+        gpu.CudaError: the message says what is wrong, and what to do where that is known.
+    """
+    begin_s = time.perf_counter()
+    problem = version_problem(gpu.driver_version(), gpu.BINDINGS)
+    if problem:
+        raise gpu.CudaError(problem)
+    found = gpu.find_device(uuid)
+    if found is None:
+        raise gpu.CudaError(
+            f"GPU {uuid.hex()} is not visible to the daemon: give it the devices of its engines "
+            "(CUDA_VISIBLE_DEVICES, container)"
+        )
+    name, capability = gpu.describe(found)
+    if capability < CAPABILITY_MIN:
+        raise gpu.CudaError(f"{name}: compute capability {capability / 10} is below 7.0")
+    context = gpu.open_context(found)
+    names = [f"move_{width}" for width in kernels.WIDTHS]
+    compiled = gpu.compile_kernels(kernels.SOURCE, names, capability)
+    return GpuDevice(
+        context,
+        name,
+        dict(zip(kernels.WIDTHS, compiled, strict=True)),
+        np.frombuffer(pool, np.uint8).ctypes.data,
+        len(pool),
+        slab_bytes,
+        staging_bytes,
+        begin_s,
+    )
+
+
+def main() -> None:
+    """Entry point of a copier; started by the daemon with descriptors it inherits."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--uuid", type=bytes.fromhex, required=True)
+    for name in ("pool-fd", "pool-bytes", "slab-bytes", "staging-bytes", "socket-fd", "parent"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    given = parser.parse_args()
+    sys.setswitchinterval(SWITCH_S)  # two directions and the reports take turns
+    pool = mmap.mmap(given.pool_fd, given.pool_bytes)
+    serve(
+        lambda: open_device(
+            given.uuid,
+            pool,
+            slab_bytes=given.slab_bytes,
+            staging_bytes=given.staging_bytes,
+        ),
+        socket.socket(fileno=given.socket_fd),
+        given.parent,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""What a daemon and its copiers say to each other, over a socket that only they hold.
+
+Decided here: how orders and reports become bytes. Both ends are of one version and one user, so
+nothing is checked twice; what an engine said was checked before.
+"""
+
+import enum
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trikv.core.layout import Piece
+from trikv.core.words import Offsets
+
+HEADER: Final = struct.Struct("<IIq")  # bytes of the body, kind, number
+_COPY: Final = struct.Struct("<qIIII")
+
+
+class Kind(enum.IntEnum):
+    """What a frame says; its number names an attachment, a copy or a direction."""
+
+    ATTACH = 1  # to the copier: map this memory; answered by MAPPED or REFUSED
+    DETACH = 2  # unmap it; its copies have ended
+    COPY = 3  # answered by ENDED
+    STOP = 4  # start no more of this copy
+    READY = 10  # from the copier: the GPU is open (facts)
+    MAPPED = 11
+    REFUSED = 12  # why, as a text
+    ENDED = 13  # which blocks are whole
+    ALIVE = 14  # a direction with work to do goes round its loop
+    FAILED = 15  # why this process gives up, as a text; the last frame
+    NOTE = 16  # something for the log (facts)
+
+
+class Direction(enum.IntEnum):
+    """Which way bytes go."""
+
+    SAVE = 0
+    LOAD = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOrder:
+    """One cache group: pieces in page order, memories by their index."""
+
+    block_count: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttachOrder:
+    """Memory to map."""
+
+    handles: tuple[bytes, ...]
+    events: tuple[bytes, ...]
+    groups: tuple[GroupOrder, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyOrder:
+    """Blocks to move; `event` as in `Copy`."""
+
+    attachment: int
+    group: int
+    direction: Direction
+    event: int
+    blocks: NDArray[np.int32]
+    offsets: Offsets
+
+
+Frame: TypeAlias = tuple[Kind, int, bytes]
+
+
+def pack(kind: Kind, number: int, body: bytes = b"") -> bytes:
+    """One frame."""
+    return HEADER.pack(len(body), kind, number) + body
+
+
+def pack_attach(order: AttachOrder) -> bytes:
+    """The body of ATTACH."""
+    facts = {
+        "handles": [one.hex() for one in order.handles],
+        "events": [one.hex() for one in order.events],
+        "groups": [
+            [one.block_count, [[p.memory, p.offset, p.stride, p.bytes] for p in one.pieces]]
+            for one in order.groups
+        ],
+    }
+    return json.dumps(facts).encode()
+
+
+def read_attach(body: bytes) -> AttachOrder:
+    """What `pack_attach` took."""
+    facts = json.loads(body)
+    return AttachOrder(
+        tuple(bytes.fromhex(one) for one in facts["handles"]),
+        tuple(bytes.fromhex(one) for one in facts["events"]),
+        tuple(
+            GroupOrder(count, tuple(Piece(*numbers) for numbers in pieces))
+            for count, pieces in facts["groups"]
+        ),
+    )
+
+
+def pack_copy(order: CopyOrder) -> bytes:
+    """The body of COPY."""
+    head = _COPY.pack(
+        order.attachment, order.group, order.direction, order.event, len(order.blocks)
+    )
+    blocks = np.ascontiguousarray(order.blocks, np.int32)
+    return head + blocks.tobytes() + np.ascontiguousarray(order.offsets, np.int64).tobytes()
+
+
+def read_copy(body: bytes) -> CopyOrder:
+    """What `pack_copy` took; the arrays are views of `body`."""
+    attachment, group, direction, event, count = _COPY.unpack_from(body)
+    blocks = np.frombuffer(body, np.int32, count, _COPY.size)
+    offsets = np.frombuffer(body, np.int64, count, _COPY.size + 4 * count)
+    return CopyOrder(attachment, group, Direction(direction), event, blocks, offsets)
+
+
+def pack_facts(**facts: Any) -> bytes:  # noqa: ANN401  # numbers and texts for a log line
+    """The body of READY and NOTE."""
+    return json.dumps(facts).encode()
+
+
+def read_facts(body: bytes) -> dict[str, Any]:
+    """What `pack_facts` took."""
+    facts: dict[str, Any] = json.loads(body)
+    return facts
+
+
+def pack_mask(arrived: NDArray[np.bool_]) -> bytes:
+    """The body of ENDED."""
+    return arrived.tobytes()
+
+
+def read_mask(body: bytes) -> NDArray[np.bool_]:
+    """What `pack_mask` took, as an array of its own."""
+    return np.frombuffer(body, np.bool_).copy()
+
+
+class Frames:
+    """Bytes as they arrive, cut into frames."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes, take: Callable[[Kind, int, bytes], None]) -> None:
+        """Hand each frame that is complete now to `take`."""
+        self._rest += data
+        at = 0
+        while len(self._rest) - at >= HEADER.size:
+            size, kind, number = HEADER.unpack_from(self._rest, at)
+            end = at + HEADER.size + size
+            if len(self._rest) < end:
+                break
+            take(Kind(kind), number, bytes(self._rest[at + HEADER.size : end]))
+            at = end
+        del self._rest[:at]

@@ -1,0 +1,238 @@
+"""CUDA as this project uses it: the only file that imports cuda-python.
+
+Decided here: nothing but that a call that fails raises. The driver's interface alone is used, so
+that no CUDA runtime library is needed; NVRTC compiles the one kernel. Runs in copiers, never in the
+daemon. Handles of streams, events and kernels are opaque to callers; addresses are ints.
+"""
+
+import ctypes
+from typing import Any, Final, TypeAlias
+
+import cuda.bindings
+import numpy as np
+from cuda.bindings import driver, nvrtc
+from numpy.typing import NDArray
+
+Handle: TypeAlias = Any
+SUCCESS: Final = driver.CUresult.CUDA_SUCCESS
+NOT_READY: Final = driver.CUresult.CUDA_ERROR_NOT_READY
+NO_MEMORY: Final = driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+BINDINGS: Final[str] = cuda.bindings.__version__
+
+
+class CudaError(Exception):
+    """A call failed; after most errors the context, and so this process, is of no more use."""
+
+
+def _ok(answer: tuple[Any, ...]) -> Any:  # noqa: ANN401  # whatever the call returns
+    """The value of a call.
+
+    Raises:
+        CudaError: it failed.
+    """
+    if answer[0] != SUCCESS:
+        raise CudaError(answer[0].name)
+    return answer[1] if len(answer) > 1 else None
+
+
+# -- opening
+
+
+def driver_version() -> int:
+    """What the driver speaks, as 1000 x major + 10 x minor.
+
+    Raises:
+        CudaError: there is no usable driver.
+    """
+    try:
+        return int(_ok(driver.cuDriverGetVersion()))
+    except RuntimeError as error:  # cuda-python's own, where the library is missing
+        raise CudaError(str(error)) from None
+
+
+def find_device(uuid: bytes) -> Handle | None:
+    """The device with this UUID, whatever number it has here; None: it is not visible."""
+    _ok(driver.cuInit(0))
+    for number in range(_ok(driver.cuDeviceGetCount())):
+        device = _ok(driver.cuDeviceGet(number))
+        if bytes(_ok(driver.cuDeviceGetUuid(device)).bytes) == uuid:
+            return device
+    return None
+
+
+def describe(device: Handle) -> tuple[str, int]:
+    """Name and compute capability (90: 9.0)."""
+    kinds = driver.CUdevice_attribute
+    major = kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+    minor = kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
+    name = _ok(driver.cuDeviceGetName(256, device)).partition(b"\0")[0].decode()
+    version = [int(_ok(driver.cuDeviceGetAttribute(kind, device))) for kind in (major, minor)]
+    return name, 10 * version[0] + version[1]
+
+
+def open_context(device: Handle) -> Handle:
+    """The device's primary context, current in this thread."""
+    context = _ok(driver.cuDevicePrimaryCtxRetain(device))
+    make_current(context)
+    return context
+
+
+def make_current(context: Handle) -> None:
+    """Use this context in the calling thread."""
+    _ok(driver.cuCtxSetCurrent(context))
+
+
+def compile_kernels(source: str, names: list[str], capability: int) -> list[Handle]:
+    """Compile CUDA C++ for the current device.
+
+    Raises:
+        CudaError: NVRTC is missing, or the source is wrong.
+    """
+    try:
+        error, program = nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], [])
+        flags = [f"--gpu-architecture=sm_{capability}".encode()]
+        (error,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
+        if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise CudaError(f"{error.name}: {log.decode(errors='replace').strip()}")
+        binary = b" " * nvrtc.nvrtcGetCUBINSize(program)[1]
+        nvrtc.nvrtcGetCUBIN(program, binary)
+    except RuntimeError as error:  # cuda-python's own, where the library is missing
+        raise CudaError(f"NVRTC cannot be used: {error}") from None
+    module = _ok(driver.cuModuleLoadData(binary))
+    return [_ok(driver.cuModuleGetFunction(module, name.encode())) for name in names]
+
+
+# -- memory
+
+
+def allocate(size: int) -> int | None:
+    """Memory on the current device; None: there is not so much."""
+    result, pointer = driver.cuMemAlloc(size)
+    if result == NO_MEMORY:
+        return None
+    return int(_ok((result, pointer)))
+
+
+def free(address: int) -> None:
+    """Give back what `allocate` gave; waits for what the device does."""
+    _ok(driver.cuMemFree(address))
+
+
+def upload(rows: NDArray[np.uint64]) -> int:
+    """A copy on the device; `free` it.
+
+    Raises:
+        CudaError: no memory, among others.
+    """
+    address = int(_ok(driver.cuMemAlloc(rows.nbytes)))
+    _ok(driver.cuMemcpyHtoD(address, rows.ctypes.data, rows.nbytes))
+    return address
+
+
+def shared_numbers(count: int) -> tuple[NDArray[np.int32], int]:
+    """Numbers that the host writes and a kernel reads, and their address for the kernel."""
+    flags = driver.CU_MEMHOSTALLOC_DEVICEMAP
+    host = int(_ok(driver.cuMemHostAlloc(4 * count, flags)))
+    address = int(_ok(driver.cuMemHostGetDevicePointer(host, 0)))
+    return np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(host)), address
+
+
+def register(address: int, size: int) -> None:
+    """Pin a part of the pool, so that the copy engine reaches it; faults it in."""
+    _ok(driver.cuMemHostRegister(address, size, driver.CU_MEMHOSTREGISTER_PORTABLE))
+
+
+def open_memory(handle: bytes) -> int:
+    """Map another process's allocation; returns where it begins here.
+
+    Raises:
+        CudaError: not possible.
+    """
+    raw = driver.CUipcMemHandle()
+    raw.reserved = handle
+    flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+    return int(_ok(driver.cuIpcOpenMemHandle(raw, flags)))
+
+
+def close_memory(address: int) -> None:
+    """Unmap; the other process's memory is free when it has freed it too."""
+    _ok(driver.cuIpcCloseMemHandle(address))
+
+
+# -- order
+
+
+def open_event(handle: bytes) -> Handle:
+    """Another process's event.
+
+    Raises:
+        CudaError: not possible.
+    """
+    raw = driver.CUipcEventHandle()
+    raw.reserved = handle
+    return _ok(driver.cuIpcOpenEventHandle(raw))
+
+
+def close_event(event: Handle) -> None:
+    """Forget an event."""
+    _ok(driver.cuEventDestroy(event))
+
+
+def is_over(event: Handle) -> bool:
+    """Whether everything before the event's last record is done."""
+    (result,) = driver.cuEventQuery(event)
+    if result == NOT_READY:
+        return False
+    _ok((result,))
+    return True
+
+
+def new_stream() -> Handle:
+    """A stream that waits for no other."""
+    return _ok(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+
+
+def new_event() -> Handle:
+    """An event of this process."""
+    return _ok(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+
+
+def record(event: Handle, stream: Handle) -> None:
+    """The event comes after what is in the stream now."""
+    _ok(driver.cuEventRecord(event, stream))
+
+
+def wait_in(stream: Handle, event: Handle) -> None:
+    """What is put into the stream from now on comes after the event."""
+    _ok(driver.cuStreamWaitEvent(stream, event, 0))
+
+
+def wait(event: Handle) -> None:
+    """Block this thread until the event has come; other threads run."""
+    _ok(driver.cuEventSynchronize(event))
+
+
+# -- work
+
+
+def to_host(host: int, address: int, size: int, stream: Handle) -> None:
+    """Copy from the device."""
+    _ok(driver.cuMemcpyDtoHAsync(host, address, size, stream))
+
+
+def to_device(address: int, host: int, size: int, stream: Handle) -> None:
+    """Copy to the device."""
+    _ok(driver.cuMemcpyHtoDAsync(address, host, size, stream))
+
+
+def launch(
+    kernel: Handle,
+    grid: tuple[int, int],
+    threads: int,
+    stream: Handle,
+    values: tuple[tuple[int, ...], tuple[Any, ...]],
+) -> None:
+    """Run a kernel; `values` are its arguments and their ctypes."""
+    _ok(driver.cuLaunchKernel(kernel, *grid, 1, threads, 1, 1, 0, stream, values, 0))

@@ -1,0 +1,105 @@
+"""The kernel that gathers and scatters pieces inside GPU memory, and the numbers it is given.
+
+Decided here: how a page's pieces become a table on the GPU, and how wide its threads read. Bytes
+that cross the bus are moved by the copy engine, never by this kernel: one that touches host memory
+would cost the engine a quarter of its speed.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+THREADS: Final = 256
+UNITS_PER_THREAD: Final = 8
+WIDTHS: Final = {
+    16: "uint4",
+    8: "uint2",
+    4: "unsigned int",
+    2: "unsigned short",
+    1: "unsigned char",
+}
+
+_TEMPLATE: Final = """
+// Row y moves block ids[y]; its page lies at staging + y * pitch, as pieces one after another.
+// table: base, stride and first unit of each piece.
+// each: units of a piece where all have as many, else 0.
+extern "C" __global__ void move_%(width)d(const unsigned long long* table, unsigned int pieces,
+    unsigned int each, unsigned int units, const int* ids, unsigned char* staging,
+    unsigned long long pitch, unsigned int into_engine) {
+  __shared__ int shared_id;
+  if (threadIdx.x == 0) shared_id = ids[blockIdx.y];
+  __syncthreads();
+  const unsigned long long id = (unsigned long long)shared_id;
+  %(type)s* page = (%(type)s*)(staging + blockIdx.y * pitch);
+  const unsigned int step = gridDim.x * blockDim.x;
+  for (unsigned int u = blockIdx.x * blockDim.x + threadIdx.x; u < units; u += step) {
+    unsigned int p;
+    if (each) {
+      p = u / each;
+    } else {
+      unsigned int low = 0, high = pieces;  // the last piece whose first unit is not after u
+      while (high - low > 1) {
+        const unsigned int middle = (low + high) / 2;
+        if (table[2 * pieces + middle] <= u) low = middle; else high = middle;
+      }
+      p = low;
+    }
+    const unsigned long long first = each ? (unsigned long long)p * each : table[2 * pieces + p];
+    %(type)s* piece = (%(type)s*)(table[p] + id * table[pieces + p]) + (u - first);
+    if (into_engine) *piece = page[u]; else page[u] = *piece;
+  }
+}
+"""
+
+SOURCE: Final = "\n".join(
+    _TEMPLATE % {"width": width, "type": name} for width, name in WIDTHS.items()
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """What the kernel needs to know of one group.
+
+    Attributes:
+        width: bytes that a thread moves at once; every address and length is a multiple.
+        rows: uint64[3 * pieces], addresses, strides, and first units.
+        each: units of a piece, 0 where pieces differ.
+        units: of a page.
+    """
+
+    width: int
+    rows: NDArray[np.uint64]
+    pieces: int
+    each: int
+    units: int
+
+    @property
+    def grid_x(self) -> int:
+        """Thread blocks for one page."""
+        return -(-self.units // (THREADS * UNITS_PER_THREAD))
+
+
+def table(
+    address: NDArray[np.int64], stride: NDArray[np.int64], length: NDArray[np.int64]
+) -> Table:
+    """The table of a group; pages in staging are aligned to 4 KiB, so they never limit the width.
+
+    Args:
+        address: of each piece of block 0, shape (pieces,).
+        stride: from block to block.
+        length: bytes of each piece.
+    """
+    together = int(np.bitwise_or.reduce(np.concatenate((address, stride, length))))
+    width = next(one for one in WIDTHS if together % one == 0)
+    units = length // width
+    first = np.cumsum(units) - units
+    is_even = bool((units == units[0]).all())
+    return Table(
+        width,
+        np.concatenate((address, stride, first)).astype(np.uint64),
+        len(length),
+        int(units[0]) if is_even else 0,
+        int(units.sum()),
+    )
