@@ -37,7 +37,8 @@ def die_with_parent() -> None:
 def daemon(*arguments: str) -> Iterator[str]:
     """Run a daemon on a private socket; yields its address."""
     with tempfile.TemporaryDirectory() as folder:
-        address, log = f"unix:{folder}/trikv.sock", Path(folder) / "log"
+        address = f"unix:{folder}/trikv.sock"
+        log = Path(os.environ.get("BENCH_LOGS", folder)) / f"daemon-{time.time_ns()}.log"
         with log.open("w") as stderr:
             child = subprocess.Popen(
                 [sys.executable, "-m", "trikv.nursery.serve", "--addr", address, *arguments],

@@ -8,7 +8,6 @@ is said by a control memfd that the test may change at any time.
 import argparse
 import mmap
 import os
-import socket
 import threading
 import time
 from collections import deque
@@ -139,13 +138,14 @@ class FakeGpu:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("pool-fd", "pool-bytes", "socket-fd", "parent", "control-pid", "control-fd"):
+    for name in ("pool-fd", "pool-bytes", "parent", "control-pid", "control-fd"):
         parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--sockets", type=int, nargs=3)
     given = parser.parse_args()
     pool = mmap.mmap(given.pool_fd, given.pool_bytes)
     serve(
         lambda: FakeGpu(pool, open_map(given.control_pid, given.control_fd)),
-        socket.socket(fileno=given.socket_fd),
+        given.sockets,
         given.parent,
     )
 

@@ -50,18 +50,18 @@ class Gpu:
     control_fd: int
     control: mmap.mmap
 
-    def command(self, uuid: str, pool: PoolPlace, socket_fd: int) -> Sequence[str]:
+    def command(self, uuid: str, pool: PoolPlace, sockets: Sequence[int]) -> Sequence[str]:
         assert uuid == UUID.hex()
         named = {
             "pool-fd": pool.fd,
             "pool-bytes": pool.bytes,
-            "socket-fd": socket_fd,
             "parent": os.getpid(),
             "control-pid": os.getpid(),
             "control-fd": self.control_fd,
         }
         flags = [f"--{name}={value}" for name, value in named.items()]
-        return [sys.executable, "-m", "tests.integration.fake_gpu", *flags]
+        tail = ["--sockets", *map(str, sockets)]
+        return [sys.executable, "-m", "tests.integration.fake_gpu", *flags, *tail]
 
 
 @dataclass

@@ -297,11 +297,10 @@ class Client:
                 return None
             if link.peer is not None and link.peer.pid > 0:
                 peers.allow_tracing(link.peer.pid)
+        read = _read_registered if introduction.offers_memory else _read_declared
         wait_s = RETRY_S_MIN
         while not link.lost.is_set():
-            outcome = await link.ask(
-                introduction.method, introduction.params(), _read_named, ATTACH_S
-            )
+            outcome = await link.ask(introduction.method, introduction.params(), read, ATTACH_S)
             if isinstance(outcome, tuple):
                 return outcome
             self._say(logging.WARNING, f"TriKV: {link.where}: {introduction.method}: {outcome}")
@@ -378,7 +377,11 @@ class Client:
             self._log.log(level, line)
 
 
-def _read_named(response: Any) -> tuple[str, tuple[int, ...]]:  # noqa: ANN401
+def _read_declared(response: Any) -> tuple[str, tuple[int, ...]]:  # noqa: ANN401
+    return str(checked(response.reply).namespace), ()
+
+
+def _read_registered(response: Any) -> tuple[str, tuple[int, ...]]:  # noqa: ANN401
     ok = checked(response.reply)
     return str(ok.namespace), tuple(int(pid) for pid in ok.writers)
 

@@ -8,8 +8,9 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -27,8 +28,8 @@ from trikv.tiers.frames import (
     pack,
     pack_attach,
     pack_copy,
+    read_ended,
     read_facts,
-    read_mask,
 )
 
 log = structlog.get_logger()
@@ -59,11 +60,34 @@ class _Mapping:
     refusal: str = ""
 
 
+class _Channel:
+    """One socket to a copier."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.stream = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
+        self._sending = trio.Lock()
+
+    async def send(self, frame: bytes) -> None:
+        """Send one frame whole."""
+        async with self._sending:
+            await self.stream.send_all(frame)
+
+    async def hear(self, take: Callable[[Kind, int, bytes], None]) -> None:
+        """Hand each frame over until the other side has ended."""
+        frames = Frames()
+        try:
+            while data := await self.stream.receive_some(READ_BYTES):
+                frames.feed(data, take)
+        except trio.BrokenResourceError:
+            pass
+
+
 class Copier:
     """One copier process, from its start to its end.
 
     Attributes:
         facts: what it said about the GPU; empty until it is ready.
+        copied_s: seconds from each order's arrival to the copy's end, summed.
         end: why it has ended; empty while it lives.
     """
 
@@ -71,7 +95,7 @@ class Copier:
         self,
         uuid: str,
         process: subprocess.Popen[bytes],
-        sock: socket.socket,
+        sockets: Sequence[socket.socket],
         nursery: trio.Nursery,
     ) -> None:
         """Take charge of a process; `run` must follow.
@@ -79,7 +103,7 @@ class Copier:
         Args:
             uuid: of the GPU, in hex.
             process: just started, a child of this thread.
-            sock: to it; this object's from here on.
+            sockets: to it: control, saves, loads; this object's from here on.
             nursery: where orders that nobody waits for are sent from.
         """
         self._nursery = nursery
@@ -87,12 +111,13 @@ class Copier:
         self.pid = process.pid
         self.facts: dict[str, str | int | float] = {}
         self.registered_bytes = 0
+        self.copied_s = dict.fromkeys(Direction, 0.0)
         self.end = ""
         self.since_s = trio.current_time()
         self.dead = trio.Event()
         self._process = process
-        self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
-        self._sending = trio.Lock()
+        channels = [_Channel(sock) for sock in sockets]
+        self._control, self._ways = channels[0], dict(zip(Direction, channels[1:], strict=True))
         self._ready = trio.Event()
         self._pending: dict[int, _Pending] = {}
         self._mappings: dict[int, _Mapping] = {}
@@ -113,7 +138,7 @@ class Copier:
         is_mapped = False
         try:
             with trio.move_on_after(START_S):
-                await self._send(pack(Kind.ATTACH, number, pack_attach(order)))
+                await self._send(self._control, pack(Kind.ATTACH, number, pack_attach(order)))
                 await mapping.answered.wait()
             self._check(mapping)
             is_mapped = True
@@ -132,7 +157,7 @@ class Copier:
     def detach(self, number: int) -> None:
         """Have memory unmapped that was or may have been mapped; its copies have ended."""
         if self._mappings.pop(number, None) is not None and not self.end:
-            self._nursery.start_soon(self._send, pack(Kind.DETACH, number))
+            self._nursery.start_soon(self._send, self._control, pack(Kind.DETACH, number))
 
     async def copy(
         self, number: int, order: CopyOrder, is_stopped: Callable[[], bool]
@@ -148,26 +173,26 @@ class Copier:
             raise EngineLostError(f"GPU {self.uuid}: {self.end}")
         if not any(one.direction is order.direction for one in self._pending.values()):
             self._heard_s[order.direction] = trio.current_time()
+        way = self._ways[order.direction]
         pending = _Pending(order.direction, np.zeros(len(order.blocks), np.bool_))
         self._pending[number] = pending
         is_told = False
         with trio.CancelScope(shield=True):
-            await self._send(pack(Kind.COPY, number, pack_copy(order)))
+            await self._send(way, pack(Kind.COPY, number, pack_copy(order)))
             while not pending.ended.is_set():
                 if not is_told and is_stopped():
                     is_told = True
-                    await self._send(pack(Kind.STOP, number))
+                    await self._send(way, pack(Kind.STOP, number))
                 with trio.move_on_after(STOP_POLL_S):
                     await pending.ended.wait()
         return pending.arrived
 
-    async def _send(self, frame: bytes) -> None:
+    async def _send(self, channel: "_Channel", frame: bytes) -> None:
         """Hand an order over; one that comes too late is answered by the copier's end."""
-        async with self._sending:
-            try:
-                await self._stream.send_all(frame)
-            except (trio.BrokenResourceError, trio.ClosedResourceError):
-                self.kill("it has closed its socket")
+        try:
+            await channel.send(frame)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            self.kill("it has closed its socket")
 
     # -- its life
 
@@ -176,29 +201,26 @@ class Copier:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch)
-                await self._hear()
+                for direction, way in self._ways.items():
+                    nursery.start_soon(way.hear, partial(self._take_report, direction))
+                await self._control.hear(self._take)
                 nursery.cancel_scope.cancel()
         finally:
             with trio.CancelScope(shield=True):
                 await self._settle()
 
-    async def _hear(self) -> None:
-        frames = Frames()
-        try:
-            while data := await self._stream.receive_some(READ_BYTES):
-                frames.feed(data, self._take)
-        except trio.BrokenResourceError:
-            pass
-
-    def _take(self, kind: Kind, number: int, body: bytes) -> None:
+    def _take_report(self, direction: Direction, kind: Kind, number: int, body: bytes) -> None:
+        self._heard_s[direction] = trio.current_time()
         if kind is Kind.ENDED:
             pending = self._pending.pop(number)
-            pending.arrived = read_mask(body)
-            self._heard_s[pending.direction] = trio.current_time()
+            pending.arrived, took_s = read_ended(body)
+            self.copied_s[direction] += took_s
             pending.ended.set()
-        elif kind is Kind.ALIVE:
-            self._heard_s[Direction(number)] = trio.current_time()
-        elif kind in {Kind.MAPPED, Kind.REFUSED}:
+        elif kind is not Kind.ALIVE:
+            raise AssertionError(f"a copier does not send {kind.name} here")
+
+    def _take(self, kind: Kind, number: int, body: bytes) -> None:
+        if kind in {Kind.MAPPED, Kind.REFUSED}:
             mapping = self._mappings.get(number)
             if mapping is not None:  # else nobody waits any more
                 mapping.refusal = body.decode() if kind is Kind.REFUSED else ""
@@ -211,7 +233,7 @@ class Copier:
         elif kind is Kind.FAILED:
             self.end = body.decode(errors="replace")
         else:
-            raise AssertionError(f"a copier does not send {kind.name}")
+            raise AssertionError(f"a copier does not send {kind.name} here")
 
     def _note(self, facts: dict[str, str | int | float]) -> None:
         event = str(facts.pop("event"))
@@ -245,7 +267,8 @@ class Copier:
         earlier. A process that the kernel cannot end keeps its pages for ever: they are lost, not
         reused.
         """
-        await self._stream.aclose()  # it ends by itself at this
+        for channel in (self._control, *self._ways.values()):
+            await channel.stream.aclose()  # it ends by itself at this
         with trio.move_on_after(END_S):
             await self._process_ended()
         if self._process.poll() is None:

@@ -48,11 +48,11 @@ class PoolPlace:
     staging_bytes: int  # of GPU memory, for each direction
 
 
-Command = Callable[[str, PoolPlace, int], Sequence[str]]
-"""Arguments to run a copier with, for a GPU's UUID in hex, the pool and the socket's descriptor."""
+Command = Callable[[str, PoolPlace, Sequence[int]], Sequence[str]]
+"""Arguments to run a copier with, for a GPU's UUID in hex, the pool and descriptors of sockets."""
 
 
-def gpu_command(uuid: str, pool: PoolPlace, socket_fd: int) -> list[str]:
+def gpu_command(uuid: str, pool: PoolPlace, sockets: Sequence[int]) -> list[str]:
     """A copier that drives a GPU."""
     named = {
         "uuid": uuid,
@@ -60,11 +60,10 @@ def gpu_command(uuid: str, pool: PoolPlace, socket_fd: int) -> list[str]:
         "pool-bytes": pool.bytes,
         "slab-bytes": pool.slab_bytes,
         "staging-bytes": pool.staging_bytes,
-        "socket-fd": socket_fd,
         "parent": os.getpid(),
     }
     flags = [f"--{name}={value}" for name, value in named.items()]
-    return [sys.executable, "-m", "trikv.tiers.device", *flags]
+    return [sys.executable, "-m", "trikv.tiers.device", *flags, "--sockets", *map(str, sockets)]
 
 
 @dataclass(slots=True)
@@ -153,14 +152,16 @@ class Copiers:
     def _start(self, uuid: str) -> Copier:
         """Start a process; on this thread, which lives as long as the daemon: it dies with it."""
         assert self._nursery is not None
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                self.command(uuid, self.pool, theirs.fileno()),
-                pass_fds=(self.pool.fd, theirs.fileno()),
-                stdin=subprocess.DEVNULL,
-            )
-        copier = Copier(uuid, process, ours, self._nursery)
+        pairs = [socket.socketpair() for _ in range(1 + len(Direction))]
+        theirs = [pair[1].fileno() for pair in pairs]
+        process = subprocess.Popen(
+            self.command(uuid, self.pool, theirs),
+            pass_fds=(self.pool.fd, *theirs),
+            stdin=subprocess.DEVNULL,
+        )
+        for _, their in pairs:
+            their.close()
+        copier = Copier(uuid, process, [our for our, _ in pairs], self._nursery)
         self._nursery.start_soon(self._keep, copier)
         return copier
 

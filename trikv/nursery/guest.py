@@ -6,6 +6,9 @@ lock. This file does not know what runs on either side.
 """
 
 import asyncio
+import importlib
+import threading
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -15,6 +18,96 @@ import trio
 from trikv.core.errors import ShuttingDownError
 
 T = TypeVar("T")
+TURNS_MAX = 16
+TRIO: Any = importlib.import_module("trio._core._run")
+FLUSH_S = 0.02
+THREADED: Any = getattr(TRIO, "start_thread_soon", None)
+"""What Trio's guest mode waits with: a thread that polls for it, which costs two hops a wait."""
+
+
+class Host:
+    """What a Trio run is given by asyncio: turns, and a wake-up when its events have come.
+
+    Trio's guest mode hands each wait to a helper thread and takes a turn of the host's loop for
+    each of its own: 200 µs and more for a call that waits. Here asyncio watches Trio's epoll, and
+    Trio's turns follow each other at once, `TURNS_MAX` of them before asyncio has its own again.
+
+    The thread is avoided by replacing the one function of Trio by which it asks for it; where that
+    is not found as it was in Trio 0.27 to 0.35, the thread stays.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._owner = threading.get_ident()
+        self._turns: deque[Callable[[], object]] = deque()
+        self._is_turning = False
+        self._end_wait: Callable[[], None] | None = None
+        self._watched = -1  # Trio's epoll, once it has been waited for
+        if THREADED is not None:
+            TRIO.start_thread_soon = self._wait
+
+    def kick(self) -> None:
+        """Trio has something to do, by code of asyncio or an event: do it now."""
+        if self._end_wait is not None and not self._is_turning:
+            self._end_wait()
+
+    def call_soon(self, callback: Callable[[], object]) -> None:
+        """Give Trio a turn; from the loop's thread."""
+        self._turns.append(callback)
+        if not self._is_turning:
+            self._turn()
+
+    def call_soon_threadsafe(self, callback: Callable[[], object]) -> None:
+        """Give Trio a turn; from any thread."""
+        if threading.get_ident() == self._owner:
+            self.call_soon(callback)
+        else:
+            self._loop.call_soon_threadsafe(self.call_soon, callback)
+
+    def close(self) -> None:
+        """The run has ended, and closed what was watched."""
+        if self._watched >= 0:
+            self._loop.remove_reader(self._watched)
+            self._watched = -1
+
+    def _turn(self) -> None:
+        self._is_turning = True
+        try:
+            for _ in range(TURNS_MAX):
+                if not self._turns:
+                    return
+                self._turns.popleft()()
+        finally:
+            self._is_turning = False
+        if self._turns:
+            self._loop.call_soon(self._turn)
+
+    def _wait(
+        self,
+        poll: Callable[[], Any],
+        deliver: Callable[[outcome.Outcome[Any]], object],
+        *rest: Any,  # noqa: ANN401  # passed on
+    ) -> None:
+        """Call `poll`, which blocks, when it would not, and hand its result to `deliver`."""
+        cells: Any = getattr(poll, "__closure__", None) or ()
+        names: Any = getattr(poll, "__code__", None)
+        known = {n: c.cell_contents for n, c in zip(names.co_freevars, cells, strict=True)}
+        manager: Any = getattr(getattr(known.get("self"), "runner", None), "io_manager", None)
+        descriptor = getattr(getattr(manager, "_epoll", None), "fileno", lambda: -1)()
+        if descriptor < 0 or "timeout" not in known or threading.get_ident() != self._owner:
+            THREADED(poll, deliver, *rest)
+            return
+
+        def end() -> None:
+            self._end_wait = None
+            timer.cancel()
+            deliver(outcome.capture(manager.get_events, 0))
+
+        self._end_wait = end
+        timer = self._loop.call_later(known["timeout"], end)
+        if descriptor != self._watched:
+            self._watched = descriptor
+            self._loop.add_reader(descriptor, self.kick)
 
 
 class Guest:
@@ -23,6 +116,7 @@ class Guest:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._calls: trio.Nursery | None = None
+        self._running = 0
         self._started: asyncio.Future[None] = self._loop.create_future()
         self.ended: asyncio.Future[outcome.Outcome[None]] = self._loop.create_future()
         self.failed: asyncio.Future[None] = self._loop.create_future()
@@ -33,12 +127,13 @@ class Guest:
         Raises:
             Exception: what `main` raised before it was ready.
         """
+        self._host = Host(self._loop)
         trio.lowlevel.start_guest_run(
             main,
             *args,
             self._open_calls,
-            run_sync_soon_threadsafe=self._loop.call_soon_threadsafe,
-            run_sync_soon_not_threadsafe=self._loop.call_soon,
+            run_sync_soon_threadsafe=self._host.call_soon_threadsafe,
+            run_sync_soon_not_threadsafe=self._host.call_soon,
             done_callback=self._end,
             host_uses_signal_set_wakeup_fd=True,
         )
@@ -63,8 +158,18 @@ class Guest:
 
     def _end(self, result: outcome.Outcome[None]) -> None:
         self._calls = None
+        self._host.close()
         if not self.ended.done():
             self.ended.set_result(result)
+
+    async def settle(self) -> None:
+        """Let those who waited for calls of an ended run go on, and what they answer be sent.
+
+        capnp cannot be asked whether an answer has left, so it gets a moment.
+        """
+        while self._running:  # noqa: ASYNC110  # at most a few turns
+            await asyncio.sleep(0)
+        await asyncio.sleep(FLUSH_S)
 
     async def run(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:  # noqa: ANN401  # passed on
         """Run one Trio coroutine from asyncio.
@@ -80,6 +185,8 @@ class Guest:
         scope = trio.CancelScope()
         outcomes: list[outcome.Outcome[T]] = []
 
+        self._running += 1
+
         async def job() -> None:
             try:
                 with scope:
@@ -90,6 +197,7 @@ class Guest:
                 done.set_result(None)
 
         self._calls.start_soon(job)
+        self._host.kick()
         was_cancelled = False
         while not done.done():
             try:
@@ -97,6 +205,7 @@ class Guest:
             except asyncio.CancelledError:
                 was_cancelled = True
                 scope.cancel()
+        self._running -= 1
         if was_cancelled:
             outcomes.clear()
             raise asyncio.CancelledError

@@ -233,6 +233,7 @@ async def host(daemon: Daemon) -> None:
             guest.close_calls()
             closing.set()
             result = await guest.ended
+            await guest.settle()
             await listener.close()
         result.unwrap()
         for bug in bugs:

@@ -11,6 +11,7 @@ from trikv.core.blocks import State
 from trikv.nursery.copiers import Copiers
 from trikv.nursery.service import Service
 from trikv.nursery.ticks import Ticks
+from trikv.tiers.frames import Direction
 
 
 @dataclass(slots=True)
@@ -107,3 +108,5 @@ def _write_copiers(status: Any, copiers: Copiers) -> None:
             row.name = str(copier.facts.get("name", ""))
             row.pid = copier.pid
             row.registeredBytes = copier.registered_bytes
+            row.saveSeconds = copier.copied_s[Direction.SAVE]
+            row.loadSeconds = copier.copied_s[Direction.LOAD]

@@ -5,8 +5,8 @@ that it ends with the daemon. A process of its own, because a broken CUDA contex
 call must cost one GPU's copies and not the daemon. This file does not know CUDA: it drives a
 `Device`.
 
-Threads: the main one reads orders and maps memory; one a direction moves bytes. An error on the
-way is the end of the process: the daemon hears why, sees it dead, and starts another one.
+Threads: the main one maps memory; one a direction takes its orders and moves bytes. An error on
+the way is the end of the process: the daemon hears why, sees it dead, and starts another one.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
@@ -33,8 +33,8 @@ from trikv.tiers.frames import (
     Frames,
     Kind,
     pack,
+    pack_ended,
     pack_facts,
-    pack_mask,
     read_attach,
     read_copy,
 )
@@ -131,51 +131,34 @@ class Transfer:
         return self.is_stopped or self.next_chunk == self.cut.chunk_count
 
 
-@dataclass(slots=True)
 class Work:
     """One direction: what waits, what moves, and the thread that sees to it.
+
+    Its orders come, and its reports go, over a socket of its own: nobody wakes anybody.
 
     At the bound: the daemon sends no more copies at once than its own queue lets through.
     """
 
-    direction: Direction
-    device: Device
-    send: Callable[[bytes], None]
-    _changed: threading.Condition = field(default_factory=threading.Condition)
-    _orders: deque[Transfer] = field(default_factory=deque)
-    _stops: set[int] = field(default_factory=set)
-    _waiting: list[Transfer] = field(default_factory=list)
-    _moving: deque[tuple[Transfer, int, int]] = field(default_factory=deque)
-    _alive_s: float = 0.0
-
-    def add(self, number: int, mapped: Mapped, order: CopyOrder) -> None:
-        """Queue a copy; any thread."""
-        cut = mapped.cut(order)
-        count = len(order.blocks)
-        transfer = Transfer(
-            number,
-            mapped,
-            order,
-            cut,
-            time.perf_counter(),
-            np.zeros(count, np.bool_),
-            count * mapped.block_bytes(order.group),
-        )
-        with self._changed:
-            self._orders.append(transfer)
-            self._changed.notify()
-
-    def stop(self, number: int) -> None:
-        """Start no more chunks of a copy; any thread; one that has ended is not known any more."""
-        with self._changed:
-            self._stops.add(number)
-            self._changed.notify()
+    def __init__(
+        self,
+        direction: Direction,
+        device: Device,
+        sock: socket.socket,
+        mapped: Mapping[int, Mapped],
+    ) -> None:
+        self._direction = direction
+        self._device = device
+        self._sock = sock
+        self._mapped = mapped
+        self._frames = Frames()
+        self._waiting: list[Transfer] = []
+        self._moving: deque[tuple[Transfer, int, int]] = deque()
+        self._alive_s = 0.0
 
     def run(self) -> None:
-        """Move bytes until the process ends."""
-        lane = self.device.lane(self.direction)
-        while True:
-            self._take_orders()
+        """Move bytes until the daemon closes the socket."""
+        lane = self._device.lane(self._direction)
+        while self._take_orders():
             self._show_life()
             ready = [one for one in self._waiting if one.mapped.is_over(one.order.event)]
             if ready:
@@ -185,31 +168,52 @@ class Work:
             elif self._moving:
                 self._finish(lane)
 
-    def _take_orders(self) -> None:
-        """Take what has come; with nothing to do, wait for it."""
-        with self._changed:
-            while not (self._orders or self._stops):
-                if self._moving:
-                    return
-                # A save that waits for its engine is looked at again; nothing at all sleeps.
-                if not self._changed.wait(POLL_S if self._waiting else None):
-                    return
-                self._alive_s = 0.0
-            orders, stops = list(self._orders), set(self._stops)
-            self._orders.clear()
-            self._stops.clear()
-        self._waiting += orders
-        for transfer in list(self._waiting):
-            if transfer.number in stops:
+    def _take_orders(self) -> bool:
+        """Take what has come; with nothing to do, wait for it. False: nothing will come."""
+        if not (self._moving or self._waiting):
+            self._sock.settimeout(None)
+        elif self._moving:
+            self._sock.settimeout(0)
+        else:  # a save that waits for its engine is looked at again
+            self._sock.settimeout(POLL_S)
+        try:
+            data = self._sock.recv(READ_BYTES)
+        except (BlockingIOError, TimeoutError):
+            return True
+        finally:
+            self._sock.settimeout(None)
+        self._frames.feed(data, self._obey)
+        return bool(data)
+
+    def _obey(self, kind: Kind, number: int, body: bytes) -> None:
+        if kind is Kind.COPY:
+            self._waiting.append(self._transfer(number, read_copy(body)))
+            return
+        assert kind is Kind.STOP, f"a daemon does not send {kind.name} here"
+        for transfer in self._waiting:
+            if transfer.number == number:
                 transfer.is_stopped = True
                 self._waiting.remove(transfer)
                 self._end_if_over(transfer)
+                break
+
+    def _transfer(self, number: int, order: CopyOrder) -> Transfer:
+        mapped, count = self._mapped[order.attachment], len(order.blocks)
+        return Transfer(
+            number,
+            mapped,
+            order,
+            mapped.cut(order),
+            time.perf_counter(),
+            np.zeros(count, np.bool_),
+            count * mapped.block_bytes(order.group),
+        )
 
     def _show_life(self) -> None:
         now_s = time.perf_counter()
         if now_s - self._alive_s >= ALIVE_S:
             self._alive_s = now_s
-            self.send(pack(Kind.ALIVE, self.direction))
+            self._sock.sendall(pack(Kind.ALIVE, 0))
 
     def _start(self, lane: Lane, transfer: Transfer) -> bool:
         begin, end = transfer.cut.starts[transfer.next_chunk : transfer.next_chunk + 2].tolist()
@@ -234,18 +238,32 @@ class Work:
 
     def _end_if_over(self, transfer: Transfer) -> None:
         if transfer.is_started and transfer.under_way == 0:
-            self.send(pack(Kind.ENDED, transfer.number, pack_mask(transfer.arrived)))
+            took_s = time.perf_counter() - transfer.since_s
+            body = pack_ended(transfer.arrived, took_s)
+            self._sock.sendall(pack(Kind.ENDED, transfer.number, body))
+
+
+@dataclass(frozen=True, slots=True)
+class Sockets:
+    """To the daemon."""
+
+    control: socket.socket
+    save: socket.socket
+    load: socket.socket
 
 
 class Copier:
-    """The main thread's part: orders in, memory mapped, reports out."""
+    """The main thread's part: memory mapped and unmapped, and what concerns all."""
 
-    def __init__(self, device: Device, sock: socket.socket) -> None:
+    def __init__(self, device: Device, socks: Sockets) -> None:
         self._device = device
-        self._sock = sock
+        self._sock = socks.control
         self._sending = threading.Lock()
         self._mapped: dict[int, Mapped] = {}
-        self._work = {one: Work(one, device, self.send) for one in Direction}
+        self._work = [
+            Work(Direction.SAVE, device, socks.save, self._mapped),
+            Work(Direction.LOAD, device, socks.load, self._mapped),
+        ]
 
     def send(self, frame: bytes) -> None:
         """Report to the daemon; any thread."""
@@ -255,7 +273,7 @@ class Copier:
     def run(self) -> None:
         """Serve until the daemon closes the socket."""
         self.send(pack(Kind.READY, os.getpid(), pack_facts(**self._device.facts)))
-        for work in self._work.values():
+        for work in self._work:
             self._spawn(work.run)
         self._spawn(lambda: self._device.prepare_pool(self._note))
         frames = Frames()
@@ -271,6 +289,8 @@ class Copier:
     def _guarded(self, run: Callable[[], None]) -> None:
         try:
             run()
+        except OSError:
+            os._exit(0)  # the daemon is gone
         except BaseException as error:  # noqa: BLE001  # whatever it is, this process is of no more use
             self.fail(error)
 
@@ -288,14 +308,8 @@ class Copier:
             mapped = self._mapped.pop(number, None)
             if mapped is not None:  # else it was refused
                 self._device.detach(mapped)
-        elif kind is Kind.COPY:
-            order = read_copy(body)
-            self._work[order.direction].add(number, self._mapped[order.attachment], order)
-        elif kind is Kind.STOP:
-            for work in self._work.values():
-                work.stop(number)
         else:
-            raise AssertionError(f"a daemon does not send {kind.name}")
+            raise AssertionError(f"a daemon does not send {kind.name} here")
 
     def _attach(self, number: int, order: AttachOrder) -> None:
         try:
@@ -313,21 +327,22 @@ def die_with(parent: int) -> None:
         os._exit(0)  # it has ended already
 
 
-def serve(open_device: Callable[[], Device], sock: socket.socket, parent: int) -> None:
-    """Be a copier until the daemon closes `sock` or ends.
+def serve(open_device: Callable[[], Device], descriptors: Sequence[int], parent: int) -> None:
+    """Be a copier until the daemon closes the sockets or ends.
 
     Args:
         open_device: makes the device; what it raises is reported as the reason of the end.
-        sock: to the daemon.
+        descriptors: of the sockets to the daemon: control, saves, loads.
         parent: the daemon's pid.
     """
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the daemon's to handle
+    socks = Sockets(*(socket.socket(fileno=one) for one in descriptors))
     try:
-        copier = Copier(open_device(), sock)
+        copier = Copier(open_device(), socks)
     except Exception as error:  # noqa: BLE001  # the daemon logs it, in its own format
         with contextlib.suppress(OSError):
-            sock.sendall(pack(Kind.FAILED, 0, str(error).encode()))
+            socks.control.sendall(pack(Kind.FAILED, 0, str(error).encode()))
         os._exit(EXIT_FAILED)
     try:
         copier.run()

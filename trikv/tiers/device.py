@@ -8,7 +8,6 @@ CUDA's calls only through `gpu`.
 import argparse
 import contextlib
 import mmap
-import socket
 import sys
 import threading
 import time
@@ -229,8 +228,9 @@ def main() -> None:
     """Entry point of a copier; started by the daemon with descriptors it inherits."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--uuid", type=bytes.fromhex, required=True)
-    for name in ("pool-fd", "pool-bytes", "slab-bytes", "staging-bytes", "socket-fd", "parent"):
+    for name in ("pool-fd", "pool-bytes", "slab-bytes", "staging-bytes", "parent"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--sockets", type=int, nargs=3, required=True)
     given = parser.parse_args()
     sys.setswitchinterval(SWITCH_S)  # two directions and the reports take turns
     pool = mmap.mmap(given.pool_fd, given.pool_bytes)
@@ -241,7 +241,7 @@ def main() -> None:
             slab_bytes=given.slab_bytes,
             staging_bytes=given.staging_bytes,
         ),
-        socket.socket(fileno=given.socket_fd),
+        given.sockets,
         given.parent,
     )
 

@@ -19,10 +19,14 @@ from trikv.core.words import Offsets
 
 HEADER: Final = struct.Struct("<IIq")  # bytes of the body, kind, number
 _COPY: Final = struct.Struct("<qIIII")
+_TOOK: Final = struct.Struct("<d")
 
 
 class Kind(enum.IntEnum):
-    """What a frame says; its number names an attachment, a copy or a direction."""
+    """What a frame says; its number names an attachment or a copy.
+
+    Over the control socket all but COPY, STOP, ENDED and ALIVE, which have one a direction.
+    """
 
     ATTACH = 1  # to the copier: map this memory; answered by MAPPED or REFUSED
     DETACH = 2  # unmap it; its copies have ended
@@ -32,7 +36,7 @@ class Kind(enum.IntEnum):
     MAPPED = 11
     REFUSED = 12  # why, as a text
     ENDED = 13  # which blocks are whole
-    ALIVE = 14  # a direction with work to do goes round its loop
+    ALIVE = 14  # there is work to do, and its loop goes round
     FAILED = 15  # why this process gives up, as a text; the last frame
     NOTE = 16  # something for the log (facts)
 
@@ -135,14 +139,14 @@ def read_facts(body: bytes) -> dict[str, Any]:
     return facts
 
 
-def pack_mask(arrived: NDArray[np.bool_]) -> bytes:
-    """The body of ENDED."""
-    return arrived.tobytes()
+def pack_ended(arrived: NDArray[np.bool_], took_s: float) -> bytes:
+    """The body of ENDED: which blocks are whole, and the time since the order came."""
+    return _TOOK.pack(took_s) + arrived.tobytes()
 
 
-def read_mask(body: bytes) -> NDArray[np.bool_]:
-    """What `pack_mask` took, as an array of its own."""
-    return np.frombuffer(body, np.bool_).copy()
+def read_ended(body: bytes) -> tuple[NDArray[np.bool_], float]:
+    """What `pack_ended` took; the array is the caller's."""
+    return np.frombuffer(body, np.bool_, offset=_TOOK.size).copy(), _TOOK.unpack_from(body)[0]
 
 
 class Frames:

@@ -1,0 +1,211 @@
+"""An engine for GPU benchmarks: KV tensors as vLLM lays them out, and the real connector's worker.
+
+Shapes are Qwen3-8B's (36 layers, 16-token blocks, 8 KV heads of 128, bfloat16: 2.25 MiB a block)
+and, for MLA, DeepSeek-V3's (61 layers, 64-token blocks of 576).
+"""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import torch
+
+from bench.daemons import HASH_BYTES, READY_S, hashes
+from trikv.connector.calls import Calls, pack
+from trikv.connector.client import Client, Introduction, Settings
+from trikv.connector.jobs import LoadJob, SaveJob
+from trikv.connector.worker import WorkerHalf
+
+LAYERS, TOKENS, HEADS, SIZE = 36, 16, 8, 128
+MLA_LAYERS, MLA_TOKENS, MLA_SIZE = 61, 64, 576
+Tensors = dict[str, torch.Tensor]
+
+
+def _fill(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Random bytes in an allocation of its own."""
+    count = 1
+    for extent in shape:
+        count *= extent
+    words = torch.randint(-(2**62), 2**62, (count * dtype.itemsize // 8,), device="cuda")
+    return words.view(dtype).view(shape)
+
+
+def _apart(blocks: int) -> Tensors:
+    return {f"l{n}": _fill((2, blocks, TOKENS, HEADS, SIZE)) for n in range(LAYERS)}
+
+
+def _together(blocks: int) -> Tensors:
+    return {f"l{n}": _fill((blocks, 2, TOKENS, HEADS, SIZE)) for n in range(LAYERS)}
+
+
+def _packed(blocks: int) -> Tensors:
+    return {f"l{n}": _fill((blocks, HEADS, TOKENS, 2 * SIZE)) for n in range(LAYERS)}
+
+
+def _one_storage(blocks: int) -> Tensors:
+    whole = _fill((LAYERS, blocks, HEADS, TOKENS, 2 * SIZE))
+    return {f"l{n}": whole[n] for n in range(LAYERS)}
+
+
+def _block_outermost(blocks: int) -> Tensors:
+    whole = _fill((blocks, LAYERS, HEADS, TOKENS, 2 * SIZE))
+    return {f"l{n}": whole[:, n] for n in range(LAYERS)}
+
+
+def _heads_outermost(blocks: int) -> Tensors:
+    whole = _fill((LAYERS, HEADS, blocks, TOKENS, 2 * SIZE))
+    return {f"l{n}": whole[n].permute(1, 0, 2, 3) for n in range(LAYERS)}
+
+
+def _padded(blocks: int) -> Tensors:
+    wide = {f"l{n}": _fill((blocks, MLA_TOKENS, MLA_SIZE + 64)) for n in range(MLA_LAYERS)}
+    return {name: one[:, :, :MLA_SIZE] for name, one in wide.items()}
+
+
+def _mla(blocks: int) -> Tensors:
+    return {f"l{n}": _fill((blocks, MLA_TOKENS, MLA_SIZE)) for n in range(MLA_LAYERS)}
+
+
+def _fp8(blocks: int) -> Tensors:
+    shape, dtype = (blocks, 2, TOKENS, HEADS, SIZE), torch.float8_e4m3fn
+    return {f"l{n}": _fill(shape, dtype) for n in range(LAYERS)}
+
+
+def _fp32(blocks: int) -> Tensors:
+    shape = (2, blocks, TOKENS, HEADS, SIZE)
+    return {f"l{n}": _fill(shape, torch.float32) for n in range(LAYERS)}
+
+
+LAYOUTS: dict[str, Callable[[int], Tensors]] = {
+    "block outermost": _block_outermost,
+    "K and V apart": _apart,
+    "K and V together": _together,
+    "packed": _packed,
+    "one storage": _one_storage,
+    "heads outermost": _heads_outermost,
+    "MLA": _mla,
+    "padded rows": _padded,
+    "fp8": _fp8,
+    "fp32": _fp32,
+}
+
+
+@dataclass
+class GpuEngine:
+    """One rank whose tensors are registered with a daemon."""
+
+    tensors: Tensors
+    blocks: int
+    page_bytes: int
+    scheduler: Calls
+    worker: WorkerHalf
+    address: str
+    _numbers: int = 0
+
+    def save(self, name: str, blocks: list[int]) -> float:
+        """Save blocks under made-up hashes; returns seconds from the call to the answer."""
+        self._numbers += 1
+        blob = hashes(name, len(blocks))
+        job = SaveJob(self._numbers, name, 0, HASH_BYTES, blob, pack(blocks))
+        begin_s = time.perf_counter()
+        self.worker.start_saves([job])
+        self._until(self._reported)
+        took_s = time.perf_counter() - begin_s
+        saved = self.worker.tally.take().get("saved_blocks", 0)
+        if saved != len(blocks):
+            raise RuntimeError(f"{saved} of {len(blocks)} blocks were saved")
+        return took_s
+
+    def load(self, name: str, blocks: list[int]) -> tuple[float, float]:
+        """Load them back into other blocks; returns seconds of the query and of the load."""
+        blob = hashes(name, len(blocks))
+        begin_s = time.perf_counter()
+        answer = self.scheduler.query(name, HASH_BYTES, blob).result(10)
+        query_s = time.perf_counter() - begin_s
+        if answer.hit_count != len(blocks):
+            raise RuntimeError(f"{answer.hit_count} of {len(blocks)} blocks were found")
+        begin_s = time.perf_counter()
+        self.worker.start_loads([LoadJob(name, answer.lease, 0, pack(blocks))])
+        self._until(lambda: self.worker.finished()[1])
+        took_s = time.perf_counter() - begin_s
+        failed = self.worker.take_invalid()
+        if failed:
+            raise RuntimeError(f"{len(failed)} blocks did not arrive")
+        self.scheduler.release([name])
+        return query_s, took_s
+
+    def _reported(self) -> object:
+        self.worker.finished()
+        return self.worker.take_report()
+
+    def _until(self, check: Callable[[], object]) -> None:
+        """Ask again and again, as an engine does that has nothing else to do."""
+        while not check():
+            time.sleep(20e-6)
+
+    def equal(self, first: list[int], second: list[int]) -> bool:
+        """Whether two sets of blocks hold the same bytes, on all layers."""
+        return all(
+            torch.equal(_rows(one, self.blocks, first), _rows(one, self.blocks, second))
+            for one in self.tensors.values()
+        )
+
+
+def _rows(tensor: torch.Tensor, blocks: int, ids: list[int]) -> torch.Tensor:
+    where = list(tensor.shape).index(blocks)
+    words = tensor if tensor.dtype is not torch.float8_e4m3fn else tensor.view(torch.uint8)
+    picked = words.index_select(where, torch.tensor(ids, device="cuda"))
+    return picked.contiguous().view(torch.uint8)
+
+
+@contextlib.contextmanager
+def gpu_engine(address: str, layout: str, blocks: int) -> Iterator[GpuEngine]:
+    """Allocate, register and declare."""
+    tensors = LAYOUTS[layout](blocks)
+    torch.cuda.synchronize()
+    page = {name: one.numel() // blocks * one.element_size() for name, one in tensors.items()}
+    name = f"bench-{os.getpid()}-{time.monotonic_ns()}"
+    log = logging.getLogger("bench")
+    settings = Settings("bench", address)
+    worker_client, scheduler_client = Client(settings, log), Client(settings, log)
+    worker = WorkerHalf(Calls(worker_client), log)
+    worker.register(name, 0, tensors, blocks, page)
+    fields = [{"name": "model", "value": f"bench {layout}"}]
+    declared = {"name": name, "rankCount": 1, "fields": fields}
+    scheduler_client.start(Introduction("declare", lambda: {"instance": declared}))
+    try:
+        deadline_s = time.monotonic() + READY_S
+        while not (worker_client.is_ready and scheduler_client.is_ready):
+            if time.monotonic() > deadline_s:
+                raise RuntimeError("the engine did not attach")
+            time.sleep(0.02)
+        yield GpuEngine(
+            tensors, blocks, sum(page.values()), Calls(scheduler_client), worker, address
+        )
+    finally:
+        scheduler_client.close()
+        worker_client.close()
+        del tensors
+        torch.cuda.empty_cache()
+
+
+def compute(pipe: Connection) -> None:
+    """A process that multiplies matrices until told to stop, and says how many TFLOP/s it made."""
+    size = 8192
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    torch.cuda.synchronize()
+    pipe.send("ready")
+    while pipe.recv() == "go":
+        begin_s, count = time.perf_counter(), 0
+        while not pipe.poll():
+            for _ in range(8):
+                a @ b
+            torch.cuda.synchronize()
+            count += 8
+        took_s = time.perf_counter() - begin_s
+        pipe.recv()
+        pipe.send(count * 2 * size**3 / took_s / 1e12)

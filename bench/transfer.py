@@ -1,0 +1,281 @@
+"""How fast blocks get from a GPU into the pool and back, beside one large copy.
+
+    python -m bench.transfer [--json] [--layouts all|NAME,...] [--mib 128,512,2048] [--rounds 7]
+        [--load] [--plot FILE]
+
+A daemon with a copier, and an engine process with real KV tensors, through the connector's own
+worker. `save` and `load` are the copier's: from the arrival of the order to the last byte, the mean
+of all rounds; `with its call` is what the engine sees, from the call to the answer. Blocks are drawn at random, anew in each round, and
+the pool is full and churned after the first rounds. The base is one copy of as many bytes between a
+plain buffer and registered memory, taken in turns with ours. Bytes are compared on the GPU in every
+case. `--load`: the same while another process multiplies matrices, with its speed beside what it
+has alone.
+"""
+
+import argparse
+import contextlib
+import mmap
+import multiprocessing
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bench import daemons
+from bench.gpu_engine import LAYOUTS, GpuEngine, compute, gpu_engine
+from bench.lines import Line, print_json, print_table
+
+POOL = "12gb"
+TARGETS = {512: 0.97, 128: 0.92}  # MiB and more: ratio to one large copy
+LOADED_S = 1.5
+
+
+@dataclass
+class Ceiling:
+    """One large copy of registered memory."""
+
+    host: torch.Tensor
+    near: torch.Tensor
+
+    @classmethod
+    def of(cls, size: int) -> "Ceiling":
+        """Buffers for up to `size` bytes."""
+        memory = mmap.mmap(-1, size)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        host = torch.frombuffer(memory, dtype=torch.uint8)
+        host.zero_()
+        code = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), size, 0))
+        if code:
+            raise RuntimeError(f"cudaHostRegister: {code}")
+        return cls(host, torch.zeros(size, dtype=torch.uint8, device="cuda"))
+
+    def seconds(self, size: int, *, into_engine: bool) -> float:
+        """Time of one copy."""
+        host, near = self.host[:size], self.near[:size]
+        begin_s = time.perf_counter()
+        if into_engine:
+            near.copy_(host, non_blocking=True)
+        else:
+            host.copy_(near, non_blocking=True)
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin_s
+
+
+@dataclass
+class Times:
+    """Seconds of one case."""
+
+    save: list[float] = field(default_factory=list)
+    load: list[float] = field(default_factory=list)
+    query: list[float] = field(default_factory=list)
+    inner: dict[str, float] = field(default_factory=dict)
+    save_base: list[float] = field(default_factory=list)
+    load_base: list[float] = field(default_factory=list)
+
+
+def rounds(
+    engine: GpuEngine, ceiling: Ceiling, count: int, goes_on: Callable[[int], bool], case: str
+) -> Times:
+    """Save and load `count` random blocks, in turns with the base."""
+    times = Times()
+    size = count * engine.page_bytes
+    number = 0
+    before = copied_s(engine.address)
+    while goes_on(number):
+        ids = random.Random(f"{case}/{number}").sample(range(engine.blocks), 2 * count)
+        source, target = ids[:count], ids[count:]
+        name = f"{case}/{number}/{time.monotonic_ns()}"
+        times.save_base.append(ceiling.seconds(size, into_engine=False))
+        times.save.append(engine.save(name, source))
+        times.load_base.append(ceiling.seconds(size, into_engine=True))
+        query_s, load_s = engine.load(name, target)
+        times.query.append(query_s)
+        times.load.append(load_s)
+        if number == 0 and not engine.equal(source, target):
+            raise RuntimeError(f"{case}: bytes differ")
+        number += 1
+    after = copied_s(engine.address)
+    times.inner = {name: (after[name] - before[name]) / number for name in after}
+    return times
+
+
+def copied_s(address: str) -> dict[str, float]:
+    """Seconds that copiers have spent, as the daemon counts them."""
+    rows = daemons.status(address)["copiers"]
+    return {name: sum(one[f"{name}Seconds"] for one in rows) for name in ("save", "load")}
+
+
+def lines_of(times: Times, case: str, size: int, target: float | None) -> Iterator[Line]:
+    """Both directions and the query of one case."""
+    for name, taken, base in (
+        ("save", times.save, times.save_base),
+        ("load", times.load, times.load_base),
+    ):
+        speed, ceiling = (size / statistics.median(one) / 1e9 for one in (taken, base))
+        inner = size / times.inner[name] / 1e9
+        yield Line(case, name, inner, "GB/s", target, ceiling, more_is_better=True)
+        yield Line(case, f"{name} with its call", speed, "GB/s", None, ceiling, more_is_better=True)
+        call_us = (statistics.median(taken) - times.inner[name]) * 1e6
+        yield Line(case, f"{name}: the call", call_us, "us")
+    yield Line(case, "query", statistics.median(times.query) * 1e6, "us")
+
+
+def idle_target(mebibytes: int) -> float | None:
+    """What the ratio to one large copy should reach."""
+    return next((target for least, target in TARGETS.items() if mebibytes >= least), None)
+
+
+def measure(args: argparse.Namespace) -> Iterator[Line]:
+    """All cases."""
+    sizes = [int(one) for one in args.mib.split(",")]
+    names = list(LAYOUTS) if args.layouts == "all" else args.layouts.split(",")
+    ceiling = Ceiling.of(max(sizes) * 1_100_000)
+    with daemons.daemon("--pool-size", args.pool) as address, busy(on=args.load) as engine_load:
+        for layout in names:
+            page = sum(one.numel() * one.element_size() for one in LAYOUTS[layout](1).values())
+            blocks = 2 * max(sizes) * (1 << 20) // page + 64
+            with gpu_engine(address, layout, blocks) as engine:
+                wait_for_pool(address)
+                for mebibytes in sizes:
+                    count = max(1, mebibytes * (1 << 20) // page)
+                    case, size = f"{layout}, {mebibytes} MiB", count * page
+                    times = rounds(engine, ceiling, count, lambda n: n < args.rounds, case)
+                    yield from lines_of(times, case, size, idle_target(mebibytes))
+                if args.load:
+                    yield from loaded(engine, ceiling, engine_load, layout, page)
+
+
+def loaded(
+    engine: GpuEngine, ceiling: Ceiling, load: "Load", layout: str, page: int
+) -> Iterator[Line]:
+    """One size while another process computes; each direction by itself."""
+    count = (1 << 30) // page
+    size, case = count * page, f"{layout}, 1024 MiB, busy"
+    is_contiguous = layout == "block outermost"
+    target, kept = (0.95, 0.97) if is_contiguous else (0.90, 0.95)
+    alone = load.during(lambda: time.sleep(LOADED_S))
+    ids = random.Random(case).sample(range(engine.blocks), 2 * count)
+    for name in ("save", "load"):
+        taken: list[float] = []
+        base = [ceiling.seconds(size, into_engine=name == "load") for _ in range(5)]
+        engine.save(f"{case}/first", ids[:count])
+
+        def repeat(name: str = name, taken: list[float] = taken) -> None:
+            until_s = time.perf_counter() + LOADED_S
+            number = 0
+            while time.perf_counter() < until_s:
+                if name == "save":
+                    taken.append(engine.save(f"{case}/{time.monotonic_ns()}", ids[:count]))
+                else:
+                    taken.append(engine.load(f"{case}/first", ids[count:])[1])
+                number += 1
+
+        rate = load.during(repeat)
+        speed, best = (size / statistics.median(one) / 1e9 for one in (taken, base))
+        yield Line(case, name, speed, "GB/s", target, best, more_is_better=True)
+        yield Line(case, f"engine during {name}", rate, "TFLOP/s", kept, alone, more_is_better=True)
+
+
+@dataclass
+class Load:
+    """The computing process."""
+
+    pipe: Any
+
+    def during(self, work: Callable[[], object]) -> float:
+        """TFLOP/s that it made while `work` ran."""
+        self.pipe.send("go")
+        time.sleep(0.2)
+        work()
+        self.pipe.send("stop")
+        rate: float = self.pipe.recv()
+        return rate
+
+
+@contextlib.contextmanager
+def busy(*, on: bool) -> Iterator[Load]:
+    """Start the computing process, where it is wanted."""
+    ours, theirs = multiprocessing.Pipe()
+    if not on:
+        yield Load(ours)
+        return
+    child = multiprocessing.get_context("spawn").Process(
+        target=compute, args=(theirs,), daemon=True
+    )
+    child.start()
+    ours.recv()
+    try:
+        yield Load(ours)
+    finally:
+        child.kill()
+        child.join()
+
+
+def wait_for_pool(address: str) -> None:
+    """Until the pool is registered: before, the first copies pay for it."""
+    deadline_s = time.monotonic() + 120
+    while not any(one["registeredBytes"] for one in daemons.status(address)["copiers"]):
+        if time.monotonic() > deadline_s:
+            raise RuntimeError("the pool was not registered")
+        time.sleep(0.2)
+
+
+def plot(lines: list[Line], path: str) -> None:
+    """Speed against bytes, a line a layout and direction."""
+    import matplotlib  # noqa: PLC0415  # only for this
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    for panel, metric in zip(panels, ("save", "load"), strict=True):
+        rows = [one for one in lines if one.metric == metric and "busy" not in one.case]
+        for layout in dict.fromkeys(one.case.rpartition(",")[0] for one in rows):
+            mine = [one for one in rows if one.case.rpartition(",")[0] == layout]
+            sizes = [int(one.case.rpartition(",")[2].split()[0]) for one in mine]
+            panel.plot(sizes, [one.value for one in mine], marker="o", markersize=3, label=layout)
+        best: dict[int, list[float]] = {}
+        for one in rows:
+            size = int(one.case.rpartition(",")[2].split()[0])
+            best.setdefault(size, []).append(one.baseline or 0)
+        top = [statistics.median(best[size]) for size in best]
+        panel.plot(list(best), top, color="black", linestyle="--", label="one large copy")
+        panel.set(title=metric, xscale="log", xlabel="MiB", ylim=(0, None))
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("GB/s")
+    panels[1].legend(fontsize=7, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--layouts", default="all", help=", ".join(LAYOUTS))
+    parser.add_argument("--mib", default="32,128,512,2048")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--pool", default=POOL)
+    parser.add_argument("--load", action="store_true")
+    parser.add_argument("--plot")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench.transfer: needs an NVIDIA GPU")
+    lines = []
+    for line in measure(args):
+        lines.append(line)
+        if args.json:
+            print_json("transfer", [line])
+        else:
+            print_table([line])
+    if args.plot:
+        plot(lines, args.plot)
+
+
+if __name__ == "__main__":
+    main()
