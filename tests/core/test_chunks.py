@@ -9,37 +9,47 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trikv.core.chunks import AGING_BYTES_S, Ring, cut, next_copy, page_runs, piece_runs
+from trikv.core.chunks import (
+    AGING_BYTES_S,
+    Ring,
+    chunk_blocks,
+    next_copy,
+    page_runs,
+    piece_runs,
+    sort,
+)
 
 PAGE = 16
 SLAB = 5 * PAGE
 
 
-@given(
-    pages=st.lists(st.integers(0, 60), min_size=1, max_size=60, unique=True),
-    chunk_pages=st.integers(0, 20),
-)
-def test_every_block_is_in_one_chunk_in_the_pool_s_order(
-    pages: list[int], chunk_pages: int
-) -> None:
+@given(pages=st.lists(st.integers(0, 60), min_size=1, max_size=60, unique=True))
+def test_blocks_move_in_the_pool_s_order(pages: list[int]) -> None:
     offsets = np.array(pages, np.int64) * PAGE
     blocks = np.array(pages, np.int32) + 1000
-    got = cut(blocks, offsets, page_bytes=PAGE, chunk_bytes=chunk_pages * PAGE)
+    got = sort(blocks, offsets)
     assert got.offsets.tolist() == sorted(offsets.tolist())
     assert got.blocks.tolist() == [offset // PAGE + 1000 for offset in got.offsets.tolist()]
     assert blocks[got.order].tolist() == got.blocks.tolist()
-    sizes = np.diff(got.starts).tolist()
-    assert sum(sizes) == len(pages)
-    assert got.starts[0] == 0
+
+
+@given(count=st.integers(1, 500), chunk_pages=st.integers(0, 40))
+def test_chunks_are_never_empty_nor_too_large(count: int, chunk_pages: int) -> None:
+    started, sizes = 0, []
+    while started < count:
+        sizes.append(chunk_blocks(started, page_bytes=PAGE, chunk_bytes=chunk_pages * PAGE))
+        started += sizes[-1]
+    assert min(sizes) >= 1
     assert max(sizes) <= max(1, chunk_pages)
-    assert min(sizes) > 0
-    assert got.chunk_count == len(sizes)
+    assert sizes == sorted(sizes)
 
 
 def test_the_first_chunks_are_smaller() -> None:
-    offsets = np.arange(64, dtype=np.int64) * PAGE
-    got = cut(np.arange(64, dtype=np.int32), offsets, page_bytes=PAGE, chunk_bytes=16 * PAGE)
-    assert np.diff(got.starts).tolist() == [2, 4, 8, 16, 16, 16, 2]
+    started, sizes = 0, []
+    while started < 80:
+        sizes.append(chunk_blocks(started, page_bytes=PAGE, chunk_bytes=16 * PAGE))
+        started += sizes[-1]
+    assert sizes == [2, 2, 4, 8, 16, 16, 16, 16]
 
 
 @given(pages=st.lists(st.integers(0, 60), min_size=1, max_size=60, unique=True))

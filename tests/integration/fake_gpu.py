@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.chunks import Cut, cut
 from trikv.core.words import Offsets
 from trikv.tiers.copier import AttachError, serve
-from trikv.tiers.frames import AttachOrder, CopyOrder, Direction, pack_facts
+from trikv.tiers.frames import AttachOrder, Direction, pack_facts
 
 CONTROL_BYTES = 4096
 PAUSE_MS, HANG, BREAK, EARLY = range(4)  # bytes of the control
@@ -60,12 +59,8 @@ class FakeMapped:
         at, offset = self.events[event - 1]
         return at[offset] != 0
 
-    def cut(self, order: CopyOrder) -> Cut:
-        page = -(-self.block_bytes(order.group) // 4096) * 4096
-        return cut(order.blocks, order.offsets, page_bytes=page, chunk_bytes=CHUNK_BYTES)
-
     def block_bytes(self, group: int) -> int:
-        return sum(one[3] for one in self.groups[group])
+        return -(-sum(one[3] for one in self.groups[group]) // 4096) * 4096
 
 
 @dataclass
@@ -73,6 +68,7 @@ class FakeLane:
     pool: mmap.mmap
     control: mmap.mmap
     into_engine: bool
+    chunk_bytes: int = CHUNK_BYTES
     chunks: deque[Callable[[], None]] = field(default_factory=deque)
 
     def start(self, mapped: Any, group: int, blocks: NDArray[np.int32], offsets: Offsets) -> bool:

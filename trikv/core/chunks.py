@@ -23,45 +23,43 @@ Runs = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cut:
-    """A copy in the order in which its blocks move.
+class Sorted:
+    """A copy's blocks in the order in which they move: by place in the pool, so neighbours meet.
 
     Attributes:
         order: int64[blocks], position in the message of the block that moves n-th.
         blocks: int32[blocks], the engine's, in this order.
         offsets: int64[blocks], of the pool, in this order: they ascend.
-        starts: int64[chunks + 1], where chunks begin, and the number of blocks.
     """
 
     order: NDArray[np.int64]
     blocks: NDArray[np.int32]
     offsets: Offsets
-    starts: NDArray[np.int64]
-
-    @property
-    def chunk_count(self) -> int:
-        """How many chunks there are."""
-        return len(self.starts) - 1
 
 
-def cut(blocks: NDArray[np.int32], offsets: Offsets, *, page_bytes: int, chunk_bytes: int) -> Cut:
-    """Sort by place in the pool, so that neighbours meet, and divide.
-
-    The first chunks are smaller: the bus has something to do while the rest is gathered.
+def sort(blocks: NDArray[np.int32], offsets: Offsets) -> Sorted:
+    """Put the blocks of one copy in order.
 
     Args:
         blocks: the engine's, shape (n,), n >= 1.
         offsets: of their pages in the pool, distinct.
-        page_bytes: how far apart neighbours are.
-        chunk_bytes: of a full chunk; a page that is larger makes a chunk of its own.
     """
     order = np.argsort(offsets, kind="stable")
+    return Sorted(order, blocks[order], offsets[order])
+
+
+def chunk_blocks(started: int, *, page_bytes: int, chunk_bytes: int) -> int:
+    """How many blocks the next chunk has.
+
+    The first chunks are smaller: the bus has something to do while the rest is gathered.
+
+    Args:
+        started: blocks in earlier chunks.
+        page_bytes: of one block; a page that is larger than a chunk makes one of its own.
+        chunk_bytes: of a full chunk.
+    """
     full = max(1, chunk_bytes // page_bytes)
-    starts, size = [0], max(1, full // 8)
-    while starts[-1] < len(blocks):
-        starts.append(min(starts[-1] + size, len(blocks)))
-        size = min(2 * size, full)
-    return Cut(order, blocks[order], offsets[order], np.array(starts, np.int64))
+    return min(full, max(started, full // 8, 1))
 
 
 def page_runs(offsets: Offsets, *, page_bytes: int, slab_bytes: int) -> Runs:

@@ -7,11 +7,13 @@ waits.
     large pieces      one request to the copy engine each, neighbours merged
     scattered pieces  gathered by a kernel into staging, then one request a run of pages
 
-Two processes' kernels share a busy GPU by time slices of about 2 ms, so a chunk may wait that long
-for its kernel: what keeps the bus busy meanwhile is staging for many chunks, not large chunks.
+Two processes' kernels share a busy GPU by time slices of about 2 ms: each chunk may wait that long
+for its kernel, and each kernel costs the engine a switch. So chunks are small while the GPU is ours
+and large when kernels are seen to wait.
 """
 
 import ctypes
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Final, Protocol, cast
@@ -19,14 +21,19 @@ from typing import Final, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.chunks import Cut, Ring, Runs, cut, page_runs, piece_runs
+from trikv.core.chunks import Ring, Runs, page_runs, piece_runs
 from trikv.core.pages import PAGE_ALIGN
 from trikv.core.words import Offsets
 from trikv.tiers import gpu, kernels
 from trikv.tiers.copier import Mapped
-from trikv.tiers.frames import CopyOrder
 
 CHUNK_BYTES: Final = 16 << 20
+CHUNK_BYTES_BUSY: Final = 64 << 20
+BUS_BYTES_S: Final = 40e9
+LATE_S: Final = 0.0005
+"""A chunk that ends so much later than the bus needs has waited for the GPU's other users."""
+BUSY_S: Final = 1.0
+"""How long chunks stay large after one was late: with many of them under way none is seen late."""
 DIRECT_WINDOW_BYTES: Final = 64 << 20
 STAGING_BYTES_MIN: Final = 16 << 20
 _KERNEL_TYPES: Final = (
@@ -90,14 +97,9 @@ class GpuMemory:
         """See `Mapped`."""
         return event == 0 or gpu.is_over(self.events[event - 1])
 
-    def cut(self, order: CopyOrder) -> Cut:
-        """See `Mapped`."""
-        pitch = self.groups[order.group].pitch
-        return cut(order.blocks, order.offsets, page_bytes=pitch, chunk_bytes=CHUNK_BYTES)
-
     def block_bytes(self, group: int) -> int:
         """See `Mapped`."""
-        return self.groups[group].page_bytes
+        return self.groups[group].pitch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,8 +107,9 @@ class _Moving:
     """A chunk under way."""
 
     end: gpu.Handle
-    between: gpu.Handle | None  # of the two steps of a staged chunk
-    direct_bytes: int
+    between: gpu.Handle | None  # the two steps of a staged chunk; None: direct
+    bytes: int
+    due_s: float  # when it has ended, if only the bus holds it up
 
 
 class GpuLane:
@@ -118,7 +121,9 @@ class GpuLane:
         self._bus, self._cores = gpu.new_stream(), gpu.new_stream()
         self._events: list[gpu.Handle] = []
         self._moving: deque[_Moving] = deque()
-        self._direct_bytes = 0
+        self._bytes = 0  # under way
+        self._busy_until_s = 0.0
+        self.chunk_bytes = CHUNK_BYTES
         self._ring = Ring(0)
         self._staging = 0
         self._ids: NDArray[np.int32] | None = None
@@ -141,10 +146,14 @@ class GpuLane:
         moving = self._moving.popleft()
         gpu.wait(moving.end)
         self._events.append(moving.end)
-        self._direct_bytes -= moving.direct_bytes
+        self._bytes -= moving.bytes
         if moving.between is not None:
             self._events.append(moving.between)
             self._ring.give_back()
+            now_s = time.perf_counter()
+            if now_s - moving.due_s > LATE_S:
+                self._busy_until_s = now_s + BUSY_S
+            self.chunk_bytes = CHUNK_BYTES_BUSY if now_s < self._busy_until_s else CHUNK_BYTES
 
     def drop_staging(self) -> None:
         """Give the GPU its memory back; nothing staged is under way."""
@@ -201,31 +210,32 @@ class GpuLane:
         else:
             self._move(runs)
         gpu.record(end, second)
-        self._moving.append(_Moving(end, between, 0))
+        self._note(end, between, len(blocks) * group.pitch)
         return True
 
     def _start_direct(self, group: Group, blocks: NDArray[np.int32], offsets: Offsets) -> bool:
         size = len(blocks) * group.page_bytes
-        if self._direct_bytes and self._direct_bytes + size > DIRECT_WINDOW_BYTES:
+        if self._bytes and self._bytes + size > DIRECT_WINDOW_BYTES:
             return False
         addresses = group.address + blocks.astype(np.int64)[:, None] * group.stride
         slab = self._device.slab_bytes
         self._move(piece_runs(addresses, offsets, group.length, slab_bytes=slab))
         end = self._event()
         gpu.record(end, self._bus)
-        self._moving.append(_Moving(end, None, size))
-        self._direct_bytes += size
+        self._note(end, None, size)
         return True
 
     def _move(self, runs: Runs) -> None:
         """Ask the copy engine; columns are addresses on the GPU, offsets in the pool, bytes."""
-        pool, stream = self._device.pool_address, self._bus
-        if self._into_engine:
-            for address, offset, size in runs.tolist():
-                gpu.to_device(address, pool + offset, size, stream)
-        else:
-            for address, offset, size in runs.tolist():
-                gpu.to_host(pool + offset, address, size, stream)
+        far = runs[:, 1] + self._device.pool_address
+        target, source = (runs[:, 0], far) if self._into_engine else (far, runs[:, 0])
+        gpu.copy(target, source, runs[:, 2], self._bus)
+
+    def _note(self, end: gpu.Handle, between: gpu.Handle | None, size: int) -> None:
+        """A chunk is under way, behind all others."""
+        self._bytes += size
+        due_s = time.perf_counter() + self._bytes / BUS_BYTES_S
+        self._moving.append(_Moving(end, between, size, due_s))
 
     def _launch(self, group: Group, rows: int, ids: int, staging: int) -> None:
         table = group.table
