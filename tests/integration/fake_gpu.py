@@ -15,12 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from trikv.core.words import Offsets
+from trikv.core.chunks import Sorted, sort
 from trikv.tiers.copier import AttachError, serve
-from trikv.tiers.frames import AttachOrder, Direction, pack_facts
+from trikv.tiers.frames import AttachOrder, CopyOrder, Direction, pack_facts
 
 CONTROL_BYTES = 4096
 PAUSE_MS, HANG, BREAK, EARLY = range(4)  # bytes of the control
@@ -59,6 +56,10 @@ class FakeMapped:
         at, offset = self.events[event - 1]
         return at[offset] != 0
 
+    def sort(self, order: CopyOrder) -> Sorted:
+        page = self.block_bytes(order.group)
+        return sort(order.blocks, order.offsets, page_bytes=page, slab_bytes=1 << 20)
+
     def block_bytes(self, group: int) -> int:
         return -(-sum(one[3] for one in self.groups[group]) // 4096) * 4096
 
@@ -71,14 +72,15 @@ class FakeLane:
     chunk_bytes: int = CHUNK_BYTES
     chunks: deque[Callable[[], None]] = field(default_factory=deque)
 
-    def start(self, mapped: Any, group: int, blocks: NDArray[np.int32], offsets: Offsets) -> bool:
+    def start(self, mapped: Any, group: int, blocks: Sorted, part: slice) -> bool:
         if len(self.chunks) == CHUNKS_MAX:
             return False
         if self.control[BREAK]:
             raise RuntimeError("the fake GPU has fallen off the bus")
 
         def move() -> None:
-            for block, offset in zip(blocks.tolist(), offsets.tolist(), strict=True):
+            ids, pages = blocks.blocks[part].tolist(), blocks.offsets[part].tolist()
+            for block, offset in zip(ids, pages, strict=True):
                 self.move(mapped, mapped.groups[group], block, offset)
 
         if self.control[EARLY]:  # moved before those that were started earlier

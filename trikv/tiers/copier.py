@@ -24,8 +24,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.chunks import Sorted, chunk_blocks, next_copy, sort
-from trikv.core.words import Offsets
+from trikv.core.chunks import Sorted, chunk_blocks, next_copy
 from trikv.tiers.frames import (
     AttachOrder,
     CopyOrder,
@@ -62,6 +61,10 @@ class Mapped(Protocol):
         """Of one block's page, with padding."""
         ...
 
+    def sort(self, order: CopyOrder) -> Sorted:
+        """Put a copy's blocks in order."""
+        ...
+
 
 class Lane(Protocol):
     """One direction of a device; used by one thread.
@@ -72,9 +75,7 @@ class Lane(Protocol):
 
     chunk_bytes: int
 
-    def start(
-        self, mapped: Mapped, group: int, blocks: NDArray[np.int32], offsets: Offsets
-    ) -> bool:
+    def start(self, mapped: Mapped, group: int, blocks: Sorted, part: slice) -> bool:
         """Begin a chunk; False: there is no room before the oldest one has ended."""
         ...
 
@@ -211,7 +212,7 @@ class Work:
             number,
             mapped,
             order,
-            sort(order.blocks, order.offsets),
+            mapped.sort(order),
             mapped.block_bytes(order.group),
             since_s,
             np.zeros(len(order.blocks), np.bool_),
@@ -225,14 +226,13 @@ class Work:
 
     def _start(self, lane: Lane, transfer: Transfer) -> bool:
         begin = transfer.started
-        end = begin + chunk_blocks(
-            begin, page_bytes=transfer.block_bytes, chunk_bytes=lane.chunk_bytes
-        )
-        blocks, offsets = transfer.sorted.blocks[begin:end], transfer.sorted.offsets[begin:end]
-        if not lane.start(transfer.mapped, transfer.order.group, blocks, offsets):
+        size = chunk_blocks(begin, page_bytes=transfer.block_bytes, chunk_bytes=lane.chunk_bytes)
+        end = min(begin + size, len(transfer.arrived))
+        group = transfer.order.group
+        if not lane.start(transfer.mapped, group, transfer.sorted, slice(begin, end)):
             assert self._moving, "a chunk that never fits"
             return False
-        transfer.started += len(blocks)
+        transfer.started = end
         transfer.under_way += 1
         self._moving.append((transfer, begin, end))
         if transfer.is_started:

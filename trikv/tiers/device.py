@@ -47,6 +47,7 @@ class GpuDevice:
     _lanes: list[GpuLane] = field(default_factory=list)
     _opened: dict[bytes, list[int]] = field(default_factory=dict)  # handle: address, users
     _staged: int = 0
+    _is_ready: bool = False  # all of the pool is registered
     _registered: NDArray[np.bool_] = field(init=False)
     _registering: threading.Lock = field(default_factory=threading.Lock)
 
@@ -73,6 +74,7 @@ class GpuDevice:
         begin_s = time.perf_counter()
         for slab in range(len(self._registered)):
             self._register(slab)
+        self._is_ready = True
         took_s = round(time.perf_counter() - begin_s, 3)
         self.tell("pool.registered", bytes=self.pool_bytes, took_s=took_s)
 
@@ -82,6 +84,8 @@ class GpuDevice:
 
     def register_slabs(self, offsets: Offsets) -> None:
         """Have the slabs of these pages registered now."""
+        if self._is_ready:
+            return
         slabs = offsets // self.slab_bytes
         if not self._registered[slabs].all():
             for slab in np.unique(slabs).tolist():
@@ -112,7 +116,7 @@ class GpuDevice:
                 undo.callback(gpu.free, groups[-1].rows)
             undo.pop_all()
         self._staged += any(not group.is_direct for group in groups)
-        return GpuMemory(order.handles, tuple(events), tuple(groups))
+        return GpuMemory(order.handles, tuple(events), tuple(groups), self.slab_bytes)
 
     def detach(self, mapped: Mapped) -> None:
         """See `Device`; the last rank whose pieces are scattered takes the staging along."""

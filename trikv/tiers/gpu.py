@@ -131,14 +131,6 @@ def upload(rows: NDArray[np.uint64]) -> int:
     return address
 
 
-def shared_numbers(count: int) -> tuple[NDArray[np.int32], int]:
-    """Numbers that the host writes and a kernel reads, and their address for the kernel."""
-    flags = driver.CU_MEMHOSTALLOC_DEVICEMAP
-    host = int(_ok(driver.cuMemHostAlloc(4 * count, flags)))
-    address = int(_ok(driver.cuMemHostGetDevicePointer(host, 0)))
-    return np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(host)), address
-
-
 def register(address: int, size: int) -> None:
     """Pin a part of the pool, so that the copy engine reaches it; faults it in."""
     _ok(driver.cuMemHostRegister(address, size, driver.CU_MEMHOSTREGISTER_PORTABLE))
@@ -272,11 +264,7 @@ def copy(
 
 
 def launch(
-    kernel: Handle,
-    grid: tuple[int, int],
-    threads: int,
-    stream: Handle,
-    values: tuple[tuple[int, ...], tuple[Any, ...]],
+    kernel: Handle, grid: tuple[int, int], threads: int, stream: Handle, arguments: int
 ) -> None:
-    """Run a kernel; `values` are its arguments and their ctypes."""
-    _ok(driver.cuLaunchKernel(kernel, *grid, 1, threads, 1, 1, 0, stream, values, 0))
+    """Run a kernel; `arguments` is the address of an array of addresses."""
+    _ok(driver.cuLaunchKernel(kernel, *grid, 1, threads, 1, 1, 0, stream, arguments, 0))

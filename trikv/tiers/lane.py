@@ -12,7 +12,6 @@ for its kernel, and each kernel costs the engine a switch. So chunks are small w
 and large when kernels are seen to wait.
 """
 
-import ctypes
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -21,11 +20,11 @@ from typing import Final, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.chunks import Ring, Runs, page_runs, piece_runs
-from trikv.core.pages import PAGE_ALIGN
+from trikv.core.chunks import Ring, Runs, Sorted, page_runs, piece_runs, sort
 from trikv.core.words import Offsets
 from trikv.tiers import gpu, kernels
 from trikv.tiers.copier import Mapped
+from trikv.tiers.frames import CopyOrder
 
 CHUNK_BYTES: Final = 16 << 20
 CHUNK_BYTES_BUSY: Final = 64 << 20
@@ -36,16 +35,6 @@ BUSY_S: Final = 1.0
 """How long chunks stay large after one was late: with many of them under way none is seen late."""
 DIRECT_WINDOW_BYTES: Final = 64 << 20
 STAGING_BYTES_MIN: Final = 16 << 20
-_KERNEL_TYPES: Final = (
-    ctypes.c_uint64,
-    ctypes.c_uint32,
-    ctypes.c_uint32,
-    ctypes.c_uint32,
-    ctypes.c_uint64,
-    ctypes.c_uint64,
-    ctypes.c_uint64,
-    ctypes.c_uint32,
-)
 
 
 class Owner(Protocol):
@@ -92,6 +81,7 @@ class GpuMemory:
     handles: tuple[bytes, ...]
     events: tuple[gpu.Handle, ...]
     groups: tuple[Group, ...]
+    slab_bytes: int
 
     def is_over(self, event: int) -> bool:
         """See `Mapped`."""
@@ -100,6 +90,11 @@ class GpuMemory:
     def block_bytes(self, group: int) -> int:
         """See `Mapped`."""
         return self.groups[group].pitch
+
+    def sort(self, order: CopyOrder) -> Sorted:
+        """See `Mapped`."""
+        pitch = self.groups[order.group].pitch
+        return sort(order.blocks, order.offsets, page_bytes=pitch, slab_bytes=self.slab_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,20 +121,17 @@ class GpuLane:
         self.chunk_bytes = CHUNK_BYTES
         self._ring = Ring(0)
         self._staging = 0
-        self._ids: NDArray[np.int32] | None = None
-        self._ids_address = 0
+        self._arguments = kernels.Arguments()
         self._is_short = False
 
-    def start(
-        self, mapped: Mapped, group: int, blocks: NDArray[np.int32], offsets: Offsets
-    ) -> bool:
+    def start(self, mapped: Mapped, group: int, blocks: Sorted, part: slice) -> bool:
         """See `Lane`."""
         facts = cast("GpuMemory", mapped).groups[group]
+        ids, offsets = blocks.blocks[part], blocks.offsets[part]
         self._device.register_slabs(offsets)
-        need = len(blocks) * facts.pitch
-        if not facts.is_direct and self._has_staging(need):
-            return self._start_staged(facts, blocks, offsets)
-        return self._start_direct(facts, blocks, offsets)
+        if not facts.is_direct and self._has_staging(len(ids) * facts.pitch):
+            return self._start_staged(facts, ids, offsets, blocks.heads[part])
+        return self._start_direct(facts, ids, offsets)
 
     def wait(self) -> None:
         """See `Lane`."""
@@ -182,42 +174,41 @@ class GpuLane:
             self._device.tell(
                 "staging.short", bytes_wanted=self._device.staging_bytes, bytes_got=got
             )
-        if self._staging and self._ids is None:
-            self._ids, self._ids_address = gpu.shared_numbers(
-                self._device.staging_bytes // PAGE_ALIGN
-            )
 
-    def _start_staged(self, group: Group, blocks: NDArray[np.int32], offsets: Offsets) -> bool:
-        at = self._ring.take(len(blocks) * group.pitch)
+    def _start_staged(
+        self,
+        group: Group,
+        ids: NDArray[np.int32],
+        offsets: Offsets,
+        heads: NDArray[np.bool_],
+    ) -> bool:
+        at = self._ring.take(len(ids) * group.pitch)
         if at is None:
             return False
-        slot = at // PAGE_ALIGN  # a page has at least so many bytes, so its number has a place too
-        assert self._ids is not None
-        self._ids[slot : slot + len(blocks)] = blocks
-        staging, ids = self._staging + at, self._ids_address + 4 * slot
-        runs = page_runs(offsets, page_bytes=group.pitch, slab_bytes=self._device.slab_bytes)
-        runs[:, 0] = staging + runs[:, 0] * group.pitch
+        staging = self._staging + at
+        runs = page_runs(offsets, heads, page_bytes=group.pitch)
+        runs[:, 0] += staging
         end, between = self._event(), self._event()
         first, second = (self._bus, self._cores) if self._into_engine else (self._cores, self._bus)
         if self._into_engine:
             self._move(runs)
         else:
-            self._launch(group, len(blocks), ids, staging)
+            self._launch(group, ids, staging)
         gpu.record(between, first)
         gpu.wait_in(second, between)
         if self._into_engine:
-            self._launch(group, len(blocks), ids, staging)
+            self._launch(group, ids, staging)
         else:
             self._move(runs)
         gpu.record(end, second)
-        self._note(end, between, len(blocks) * group.pitch)
+        self._note(end, between, len(ids) * group.pitch)
         return True
 
-    def _start_direct(self, group: Group, blocks: NDArray[np.int32], offsets: Offsets) -> bool:
-        size = len(blocks) * group.page_bytes
+    def _start_direct(self, group: Group, ids: NDArray[np.int32], offsets: Offsets) -> bool:
+        size = len(ids) * group.page_bytes
         if self._bytes and self._bytes + size > DIRECT_WINDOW_BYTES:
             return False
-        addresses = group.address + blocks.astype(np.int64)[:, None] * group.stride
+        addresses = group.address + ids.astype(np.int64)[:, None] * group.stride
         slab = self._device.slab_bytes
         self._move(piece_runs(addresses, offsets, group.length, slab_bytes=slab))
         end = self._event()
@@ -237,21 +228,15 @@ class GpuLane:
         due_s = time.perf_counter() + self._bytes / BUS_BYTES_S
         self._moving.append(_Moving(end, between, size, due_s))
 
-    def _launch(self, group: Group, rows: int, ids: int, staging: int) -> None:
-        table = group.table
-        values = (
-            group.rows,
-            table.pieces,
-            table.each,
-            table.units,
-            ids,
-            staging,
-            group.pitch,
-            int(self._into_engine),
-        )
+    def _launch(self, group: Group, ids: NDArray[np.int32], staging: int) -> None:
+        table, arguments, most = group.table, self._arguments, kernels.ROWS_MAX
         kernel = self._device.kernels[table.width]
-        grid = (table.grid_x, rows)
-        gpu.launch(kernel, grid, kernels.THREADS, self._cores, (values, _KERNEL_TYPES))
+        for first in range(0, len(ids), most):
+            part, place = ids[first : first + most], staging + first * group.pitch
+            into_engine = self._into_engine
+            arguments.set(table, group.rows, part, place, group.pitch, into_engine=into_engine)
+            grid, where = (table.grid_x, len(part)), int(arguments.pointers.ctypes.data)
+            gpu.launch(kernel, grid, kernels.THREADS, self._cores, where)
 
     def _event(self) -> gpu.Handle:
         return self._events.pop() if self._events else gpu.new_event()
