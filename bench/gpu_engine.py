@@ -163,9 +163,10 @@ def _rows(tensor: torch.Tensor, blocks: int, ids: list[int]) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def gpu_engine(address: str, layout: str, blocks: int) -> Iterator[GpuEngine]:
-    """Allocate, register and declare."""
-    tensors = LAYOUTS[layout](blocks)
+def gpu_engine(
+    address: str, tensors: Tensors, blocks: int, *, model: str = "bench"
+) -> Iterator[GpuEngine]:
+    """Register tensors as one rank's, and declare its engine."""
     torch.cuda.synchronize()
     page = {name: one.numel() // blocks * one.element_size() for name, one in tensors.items()}
     name = f"bench-{os.getpid()}-{time.monotonic_ns()}"
@@ -174,7 +175,7 @@ def gpu_engine(address: str, layout: str, blocks: int) -> Iterator[GpuEngine]:
     worker_client, scheduler_client = Client(settings, log), Client(settings, log)
     worker = WorkerHalf(Calls(worker_client), log)
     worker.register(name, 0, tensors, blocks, page)
-    fields = [{"name": "model", "value": f"bench {layout}"}]
+    fields = [{"name": "model", "value": model}]
     declared = {"name": name, "rankCount": 1, "fields": fields}
     scheduler_client.start(Introduction("declare", lambda: {"instance": declared}))
     try:
@@ -189,8 +190,6 @@ def gpu_engine(address: str, layout: str, blocks: int) -> Iterator[GpuEngine]:
     finally:
         scheduler_client.close()
         worker_client.close()
-        del tensors
-        torch.cuda.empty_cache()
 
 
 def compute(pipe: Connection) -> None:

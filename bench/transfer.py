@@ -139,7 +139,8 @@ def measure(args: argparse.Namespace) -> Iterator[Line]:
         for layout in names:
             page = sum(one.numel() * one.element_size() for one in LAYOUTS[layout](1).values())
             blocks = 2 * max(sizes) * (1 << 20) // page + 64
-            with gpu_engine(address, layout, blocks) as engine:
+            tensors = LAYOUTS[layout](blocks)
+            with gpu_engine(address, tensors, blocks, model=layout) as engine:
                 wait_for_pool(address)
                 for mebibytes in sizes:
                     count = max(1, mebibytes * (1 << 20) // page)
@@ -148,6 +149,8 @@ def measure(args: argparse.Namespace) -> Iterator[Line]:
                     yield from lines_of(times, case, size, idle_target(mebibytes))
                 if args.load:
                     yield from loaded(engine, ceiling, engine_load, layout, page)
+            del tensors, engine
+            torch.cuda.empty_cache()
 
 
 def loaded(
