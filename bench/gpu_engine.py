@@ -150,12 +150,13 @@ class GpuEngine:
     def equal(self, first: list[int], second: list[int]) -> bool:
         """Whether two sets of blocks hold the same bytes, on all layers."""
         return all(
-            torch.equal(_rows(one, self.blocks, first), _rows(one, self.blocks, second))
+            torch.equal(rows(one, self.blocks, first), rows(one, self.blocks, second))
             for one in self.tensors.values()
         )
 
 
-def _rows(tensor: torch.Tensor, blocks: int, ids: list[int]) -> torch.Tensor:
+def rows(tensor: torch.Tensor, blocks: int, ids: list[int]) -> torch.Tensor:
+    """The bytes of some blocks of one layer; as bytes, because NaN differs from itself."""
     where = list(tensor.shape).index(blocks)
     words = tensor if tensor.dtype is not torch.float8_e4m3fn else tensor.view(torch.uint8)
     picked = words.index_select(where, torch.tensor(ids, device="cuda"))

@@ -18,7 +18,7 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bench.gpu_engine import LAYOUTS, GpuEngine, gpu_engine
+from bench.gpu_engine import LAYOUTS, GpuEngine, gpu_engine, rows
 from tests.conftest import Start
 from tests.integration.daemons import RunningDaemon, hashes
 from trikv.connector import cuda, layouts
@@ -76,14 +76,8 @@ def test_blocks_of_every_layout_come_back(daemon: RunningDaemon, layout: str) ->
         engine.load(layout, target)
         assert engine.equal(source, target)
         for name, one in engine.tensors.items():  # and nothing else was touched
-            where = list(one.shape).index(blocks)
-            kept = torch.tensor(source + rest, device="cuda")
-            words = (
-                [x.view(torch.uint8) for x in (one, before[name])]
-                if one.dtype is (torch.float8_e4m3fn)
-                else [one, before[name]]
-            )
-            assert torch.equal(*(x.index_select(where, kept) for x in words))
+            kept = source + rest
+            assert torch.equal(rows(one, blocks, kept), rows(before[name], blocks, kept))
 
 
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))

@@ -4,12 +4,12 @@ Decided here: which copies go straight by the copy engine and which are gathered
 them is under way, and where in the staging. This file does not know whose memory it is or who
 waits.
 
-    large pieces      one request to the copy engine each, neighbours merged
-    scattered pieces  gathered by a kernel into staging, then one request a run of pages
+    gathered  by a kernel into staging, then one request to the copy engine a run of pages
+    direct    one request for each piece, neighbours merged: large pieces of a busy GPU
 
 Two processes' kernels share a busy GPU by time slices of about 2 ms: each chunk may wait that long
 for its kernel, and each kernel costs the engine a switch. So chunks are small while the GPU is ours
-and large when kernels are seen to wait.
+and large when kernels are seen to wait, and pieces that the copy engine is good at need none.
 """
 
 import time
@@ -129,7 +129,8 @@ class GpuLane:
         facts = cast("GpuMemory", mapped).groups[group]
         ids, offsets = blocks.blocks[part], blocks.offsets[part]
         self._device.register_slabs(offsets)
-        if not facts.is_direct and self._has_staging(len(ids) * facts.pitch):
+        is_direct = facts.is_direct and time.perf_counter() < self._busy_until_s
+        if not is_direct and self._has_staging(len(ids) * facts.pitch):
             return self._start_staged(facts, ids, offsets, blocks.heads[part])
         return self._start_direct(facts, ids, offsets)
 
