@@ -21,6 +21,7 @@ from trikv.core.leases import Lease, Leases
 from trikv.core.pages import Pages
 from trikv.core.plans import Hit, Key, Limits, LoadPlan, SavePlan, SpaceFacts
 from trikv.core.room import Room
+from trikv.core.rows import is_all, rows_of
 from trikv.core.words import (
     Entries,
     InstanceName,
@@ -34,6 +35,7 @@ from trikv.core.words import (
 
 EVICT_BATCH = 256
 """Blocks evicted at once when room is needed, so that the cost is paid seldom and in bulk."""
+UNTOUCHED_MAX = 64  # queries whose uses may wait to be noted
 
 
 class Cache:
@@ -58,6 +60,7 @@ class Cache:
         self._orders = self._room.orders
         self._filling_bytes = 0
         self._fills: deque[tuple[float, Entries, NDArray[np.uint32]]] = deque()
+        self._untouched: list[tuple[ShapeId, Chain]] = []
         self._numbers = itertools.count(1)
 
     # -- spaces
@@ -91,17 +94,23 @@ class Cache:
     def query(self, key: Key, words: Words, *, now_s: float) -> Hit:
         """Count the leading blocks at hand and promise exactly these for a while.
 
-        The request's earlier lease is renewed when it covers the same blocks, else replaced.
+        The request's earlier lease is renewed when it covers the same blocks, else replaced. That
+        the blocks were used is noted by `settle`, which the caller need not wait for.
 
         At the bound: with leases at their limit the answer is shorter, down to a miss.
         """
         facts = self.spaces[key.space]
-        entries = self.index.find_prefix(key.space, words)
-        sealed = self.blocks.state[entries] == SEALED
-        hits = entries if bool(sealed.all()) else entries[: int(np.argmin(sealed))]
+        hits = self.index.find_prefix(key.space, words)
+        rows = rows_of(hits)
+        sealed = self.blocks.state[rows] == SEALED
+        if not is_all(sealed):
+            hits = hits[: int(np.argmin(sealed))]
+            rows = rows_of(hits)
         chain = self.chains.of(key.instance, key.request, key.space)
-        chain.put(0, hits, self.blocks.generation[hits])
-        self._room.touch(facts.shape, hits)
+        chain.put(0, hits, self.blocks.generation[rows])
+        self._untouched.append((facts.shape, chain))
+        if len(self._untouched) >= UNTOUCHED_MAX:
+            self.settle()
         lease = self._promise(key, facts, hits, now_s=now_s)
         count = len(lease.entries) if lease else 0
         self.counters.query_total += 1
@@ -110,10 +119,15 @@ class Cache:
         self.counters.query_shortened_total += count < len(hits)
         return Hit(count, lease)
 
+    def settle(self) -> None:
+        """Note what queries have used; done before anything is saved, and thus before evictions."""
+        untouched, self._untouched = self._untouched, []
+        for shape, chain in untouched:
+            self._touch_chain(shape, chain)
+
     def _promise(self, key: Key, facts: SpaceFacts, hits: Entries, *, now_s: float) -> Lease | None:
         old = self.leases.of_space(key.instance, key.request, key.space)
-        is_same = old is not None and old.is_whole and np.array_equal(old.entries, hits)
-        if old is not None and is_same and old.deadline_s > now_s:
+        if old is not None and old.is_on(hits) and old.deadline_s > now_s:
             self.leases.renew(old, now_s=now_s)
             self.counters.lease_renewed_total += 1
             return old
@@ -213,6 +227,7 @@ class Cache:
             BadRequestError: a hash stands twice in the message; nothing was changed.
         """
         _check_distinct(words)
+        self.settle()
         facts = self.spaces[key.space]
         chain = self.chains.of(key.instance, key.request, key.space)
         entries = self.index.find(key.space, words)
@@ -250,6 +265,7 @@ class Cache:
             copied_bytes: for the counters.
         """
         self._end(plan.transfer)
+        self.settle()
         facts = self.spaces[plan.key.space]
         sealed, freed = self.blocks.fill(plan.entries[copied], plan.rank)
         self._room.free(freed)

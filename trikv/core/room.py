@@ -14,6 +14,7 @@ from trikv.core.counters import Counters
 from trikv.core.eviction import LeafFirstLru
 from trikv.core.index import Index
 from trikv.core.pages import Pages
+from trikv.core.rows import is_all, rows_of
 from trikv.core.words import Entries, ShapeId, Stamp
 
 
@@ -86,14 +87,16 @@ class Room:
 
         An engine may name a block twice in one request; it counts where it stands last.
         """
-        if not bool((entries[1:] > entries[:-1]).all()):  # ascending ones are distinct
+        rows = rows_of(entries)
+        if not isinstance(rows, slice) and not is_all(entries[1:] > entries[:-1]):
             places = np.arange(len(entries), dtype=np.int32)
-            self._seen_at[entries] = places
-            entries = entries[self._seen_at[entries] == places]
+            self._seen_at[rows] = places
+            entries = entries[self._seen_at[rows] == places]
+            rows = rows_of(entries)
         if len(entries):
             stamp = Stamp(next(self._stamps))
             self.orders[shape].touch(entries, stamp)
-            self._pages.used(self._blocks.slot[entries], stamp)
+            self._pages.used(self._blocks.slot[rows], stamp)
 
     def _reclaim_slab(self, shape: ShapeId, *, colder_than: int | None) -> bool:
         """Evict the coldest slab of another shape that nobody holds; False if there is none."""

@@ -131,6 +131,10 @@ class Store:
         key = self._key(name, call.group, call.request)
         return self.cache.query(key, call.words, now_s=self.now_s())
 
+    def settle(self) -> None:
+        """Do what a query left for later."""
+        self.cache.settle()
+
     def prepare_save(
         self, session: SessionId, name: InstanceName | None, call: Save
     ) -> tuple[SavePlan, GroupLayout]:
