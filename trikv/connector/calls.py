@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from trikv.connector.link import checked
+from trikv.connector.link import checked, read_nothing
 from trikv.wire import REQUESTS_MAX, ids_to_array
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Calls:
         """Tell that requests have ended; nobody waits for the answer."""
         for at in range(0, len(requests), REQUESTS_MAX):
             part = list(requests[at : at + REQUESTS_MAX])
-            self.client.call("release", {"requests": part}, _read_nothing)
+            self.client.call("release", {"requests": part}, read_nothing)
 
     def reset(self) -> Future[int]:
         """Forget every block of our namespace; the future holds how many."""
@@ -124,10 +124,6 @@ def _read_failed(response: Any) -> tuple[int, ...]:  # noqa: ANN401
 
 def _read_dropped(response: Any) -> int:  # noqa: ANN401
     return int(checked(response.reply).droppedCount)
-
-
-def _read_nothing(_response: Any) -> None:  # noqa: ANN401
-    return None
 
 
 def pack(blocks: Sequence[int]) -> bytes:
