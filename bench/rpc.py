@@ -81,7 +81,7 @@ def save_all(engine: daemons.Engine, name: str, count: int) -> bytes:
     for first in range(0, count, len(engine.memory)):
         part = blob[32 * first : 32 * (first + len(engine.memory))]
         blocks = pack(range(len(part) // 32))
-        engine.worker.save(SaveJob(0, name, first, 32, part, blocks), 0, 0).result(30)
+        engine.worker.save(SaveJob(0, name, first, 32, part, blocks), 0, 0, 0).result(30)
     return blob
 
 
@@ -91,7 +91,7 @@ def keep_copying(address: str, page_bytes: int) -> None:
         for turn in range(1 << 30):
             blob = daemons.hashes(f"copy {turn}", 64)
             job = SaveJob(0, f"copy {turn}", 0, 32, blob, pack(range(64)))
-            engine.worker.save(job, 0, 0).result(60)
+            engine.worker.save(job, 0, 0, 0).result(60)
             engine.scheduler.release([f"copy {turn}"])
 
 
