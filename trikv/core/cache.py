@@ -107,6 +107,7 @@ class Cache:
             hits = hits[: int(np.argmin(sealed))]
             rows = rows_of(hits)
         chain = self.chains.of(key.instance, key.request, key.space)
+        asked_before, chain.asked_blocks = chain.asked_blocks, max(chain.asked_blocks, len(words))
         chain.put(0, hits, self.blocks.generation[rows])
         self._untouched.append((facts.shape, chain))
         if len(self._untouched) >= UNTOUCHED_MAX:
@@ -117,7 +118,7 @@ class Cache:
         self.counters.query_blocks_total += len(words)
         self.counters.query_hit_blocks_total += count
         self.counters.query_shortened_total += count < len(hits)
-        return Hit(count, lease)
+        return Hit(count, lease, asked_before)
 
     def settle(self) -> None:
         """Note what queries have used; done before anything is saved, and thus before evictions."""
