@@ -45,11 +45,17 @@ class RunningDaemon:
         return [json.loads(line) for line in lines if line.startswith("{")]
 
 
-def daemon_command(*arguments: str) -> list[str]:
+def daemon_command(*arguments: str, before: str = "") -> list[str]:
+    """The command of a daemon; `before` is Python that its process runs first."""
+    if before:
+        program = f"{before}\nfrom trikv.nursery import serve\nserve.main()"
+        return [sys.executable, "-c", program, *arguments]
     return [sys.executable, "-m", "trikv.nursery.serve", *arguments]
 
 
-def start_daemon(start: Start, folder: Path, *arguments: str, **environ: str) -> RunningDaemon:
+def start_daemon(
+    start: Start, folder: Path, *arguments: str, before: str = "", **environ: str
+) -> RunningDaemon:
     """Start a daemon on a private socket and wait for its ready line."""
     path, log = folder / "run" / "trikv.sock", folder / f"daemon-{time.monotonic_ns()}.log"
     given = arguments if "--addr" in arguments else ("--addr", f"unix:{path}", *arguments)
@@ -59,7 +65,8 @@ def start_daemon(start: Start, folder: Path, *arguments: str, **environ: str) ->
         given = (*given, "--pool-size", "64mb")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIKV_")}
     with log.open("w") as stderr:
-        process = start(daemon_command(*given), stderr=stderr, env=clean | environ)
+        command = daemon_command(*given, before=before)
+        process = start(command, stderr=stderr, env=clean | environ)
     deadline_s = time.monotonic() + READY_S
     while '"daemon.ready"' not in log.read_text():
         assert process.poll() is None, log.read_text()

@@ -3,7 +3,8 @@
     python -m tests.integration.engine_process ADDRESS COMMAND
 
 Prints one JSON line when attached. `idle`: waits, calling nothing. `beat`: heartbeats for ever.
-`save`: saves 64 blocks of 1 MiB again and again under new names, printing nothing.
+`save`: saves 64 blocks of 1 MiB again and again under new names, printing nothing. `load`: saves
+them once, and loads them again and again.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import json
 import os
 import sys
 
-from tests.integration.daemons import attached, hashes
+from tests.integration.daemons import attached, hashes, wire_ok
 
 
 async def main(address: str, command: str) -> None:
@@ -23,6 +24,12 @@ async def main(address: str, command: str) -> None:
             if command == "save":
                 blob = hashes(*(f"{name}/{turn}/{block}" for block in range(64)))
                 await engine.save(blob, list(range(64)))
+            elif command == "load":
+                blob = hashes(*(f"{name}/{block}" for block in range(64)))
+                if turn == 0:
+                    await engine.save(blob, list(range(64)))
+                found = wire_ok(await engine.query(blob))
+                await engine.load(found.lease, list(range(found.hitCount)))
             else:
                 await asyncio.sleep(0.2)
                 if command == "beat":

@@ -201,7 +201,7 @@ def names(facts: dict[str, Any]) -> set[str]:
     return {engine["name"] for engine in facts["engines"]}
 
 
-@pytest.mark.parametrize("command", ["idle", "save"])
+@pytest.mark.parametrize("command", ["idle", "save", "load"])
 def test_a_killed_engine_is_gone_within_two_seconds(
     daemon: RunningDaemon, start: Start, command: str
 ) -> None:

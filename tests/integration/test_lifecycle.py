@@ -15,10 +15,8 @@ from tests.conftest import Start
 from tests.integration.daemons import (
     Engine,
     RunningDaemon,
-    attached,
     connected,
     daemon_command,
-    hashes,
     hello,
     start_daemon,
     status,
@@ -28,10 +26,13 @@ from tests.integration.daemons import (
 from trikv.tiers import pool
 
 
-def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, command: list[str] | None = None, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a daemon (or `command`, with the same arguments) that is expected to end by itself."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIKV_")}
     return subprocess.run(
-        daemon_command(*arguments),
+        [*(command or daemon_command()), *arguments],
         env=clean | environ,
         capture_output=True,
         text=True,
@@ -162,31 +163,6 @@ def test_settings_come_from_file_environment_and_flag_in_this_order(
     assert (pool["capacityBytes"], pool["slabBytes"]) == (16 << 20, 8 << 20)
 
 
-def test_sigterm_in_the_middle_of_copies_answers_every_call(start: Start, tmp_path: Path) -> None:
-    daemon = start_daemon(start, tmp_path, "--pool-size", "256mb", "--drain-seconds", "5")
-
-    async def main() -> list[object]:
-        async with attached(daemon.address, block_count=64, page_bytes=1 << 20) as engine:
-            calls = [
-                asyncio.ensure_future(engine.save(hashes(n), [n], request=f"r{n}"))
-                for n in range(64)
-            ]
-            await asyncio.sleep(0.005)
-            daemon.process.send_signal(signal.SIGTERM)
-            return await asyncio.gather(*calls, return_exceptions=True)
-
-    outcomes = asyncio.run(main())
-    assert len(outcomes) == 64
-    assert daemon.process.wait(20) == 0
-
-
-def test_a_second_sigterm_does_not_wait(start: Start, tmp_path: Path) -> None:
-    daemon = start_daemon(start, tmp_path, "--drain-seconds", "600")
-    daemon.process.send_signal(signal.SIGTERM)
-    daemon.process.send_signal(signal.SIGTERM)
-    assert daemon.process.wait(10) in {0, 1}
-
-
 def test_the_pool_fits_a_control_group_s_limit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -286,39 +262,3 @@ def test_example_and_status_work_and_the_second_run_finds_the_first_s_blocks(
     assert max(map(len, table.splitlines())) <= 80 + len(str(daemon.path))
     assert "8 blocks" in table
     assert "hit rate 100.0%" in table
-
-
-def test_after_the_drain_deadline_an_answer_still_means_that_nothing_is_written(
-    start: Start, tmp_path: Path
-) -> None:
-    """Loads of many small pieces, no time to drain: after the answer memory is still."""
-    daemon = start_daemon(start, tmp_path, "--pool-size", "256mb", "--drain-seconds", "0")
-
-    async def main() -> None:
-        page_bytes = 1 << 20
-        pieces = [
-            {"memory": 0, "offset": at, "stride": page_bytes, "bytes": 64}
-            for at in range(0, page_bytes, 64)
-        ]
-        group = {"blockCount": 64, "pieces": pieces, "layout": "scattered"}
-        async with attached(daemon.address, block_count=64, page_bytes=page_bytes) as engine:
-            wire_ok(await engine.register(0, groups=[group]))
-            engine.memory[0][:] = 7
-            blob = hashes(*range(64))
-            wire_ok(await engine.save(blob, list(range(64))))
-            engine.memory[0][:] = 0
-            lease = wire_ok(await engine.query(blob)).lease
-            call = asyncio.ensure_future(engine.load(lease, list(range(64))))
-            await asyncio.sleep(0.03)
-            daemon.process.send_signal(signal.SIGTERM)
-            reply = wire_ok(await call)
-            seen = engine.memory[0].copy()
-            await asyncio.sleep(1)
-            assert np.array_equal(engine.memory[0], seen)
-            failed = set(np.frombuffer(reply.failed, "<i4").tolist())
-            assert failed, "the load was over before the deadline: nothing was shown"
-            for block in set(range(64)) - failed:
-                assert (seen[block] == 7).all()
-
-    asyncio.run(main())
-    assert daemon.process.wait(20) == 0

@@ -216,6 +216,8 @@ class Client:
                 link = await self._open()
                 if link is not None and await self._hold(link, introduction):
                     backoff_s = BACKOFF_S_MIN
+            except Exception as exc:  # noqa: BLE001  # the search must go on, whatever failed
+                self._say(logging.ERROR, f"TriKV: {type(exc).__name__}: {exc}; still looking")
             finally:
                 self._attached = None
                 await self._drop()

@@ -26,6 +26,7 @@ from trikv.wire import NAME_BYTES_MAX, PROTOCOL, SCHEMA
 CONNECT_S: Final = 2.0
 HELLO_S: Final = 5.0
 CLOSE_S: Final = 1.0
+SOFTWARE_CHARS_MAX: Final = 100
 HEARTBEAT_S_MIN: Final = 0.15
 HEARTBEAT_S_MAX: Final = 30.0
 
@@ -175,6 +176,13 @@ class Link:
 
     def _greeted(self, response: Any) -> None:  # noqa: ANN401
         ok = checked(response.reply)
+        theirs = int(ok.protocol)
+        if abs(theirs - PROTOCOL) > 1:
+            raise RefusedError(
+                "unsupported-version",
+                f"the daemon speaks protocol {theirs} ({str(ok.software)[:SOFTWARE_CHARS_MAX]}),"
+                f" this engine {PROTOCOL}: upgrade the older one",
+            )
         self._session = ok.session
         self.epoch = int(ok.epoch)
         self.heartbeat_s = min(max(float(ok.heartbeatSeconds), HEARTBEAT_S_MIN), HEARTBEAT_S_MAX)
@@ -212,10 +220,13 @@ class Link:
 
 async def open_link(where: Address) -> Link | str:
     """Connect; returns why that is not possible, empty if simply nobody listens."""
-    sock = socket.socket(where.family, socket.SOCK_STREAM)
-    sock.setblocking(False)  # noqa: FBT003
     link: Link | None = None
     try:
+        sock = socket.socket(where.family, socket.SOCK_STREAM)
+    except OSError as exc:  # no descriptor is free, or no such family here
+        return str(exc.strerror)
+    try:
+        sock.setblocking(False)  # noqa: FBT003
         async with asyncio.timeout(CONNECT_S):
             await asyncio.get_running_loop().sock_connect(sock, where.target)
         peer = peers.peer_of(sock) if where.is_unix else None

@@ -58,6 +58,8 @@ class Counters:
     session_opened_total: int = 0
     session_lost_total: int = 0
     """Ended by silence, death of the process or a broken connection, with ranks registered."""
+    connection_refused_total: int = 0
+    """Closed at once, or not accepted: too many, another user's, or no descriptor is free."""
     error_total: int = 0
     """Calls answered with an error."""
 

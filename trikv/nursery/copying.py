@@ -129,6 +129,7 @@ class Copying:
         self._workers = workers
         self._send, self._receive = trio.open_memory_channel[Job](queue_jobs_max)
         self._is_closed = False
+        self._is_short = False
         self._failed = f"{name}.failed"  # the name of an event is made once
 
     def check_room(self, session: Session) -> None:
@@ -207,12 +208,21 @@ class Copying:
             return job.is_stopped or job.session.is_closing or self._is_closed
 
         arrived = await self._memory.copy(job.copy, is_stopped)
+        self._note_short(job, arrived, is_stopped=is_stopped())
         if job.fence is not None:
             address, generation = job.fence
             assert job.session.process is not None
             if await self._memory.read_word(job.session.process, address) != generation:
                 arrived[:] = False
         return arrived
+
+    def _note_short(self, job: Job, arrived: NDArray[np.bool_], *, is_stopped: bool) -> None:
+        """Say that memory is gone, once until a copy is whole again."""
+        missing = len(arrived) - int(arrived.sum())
+        if missing and not is_stopped and not self._is_short:
+            reason = "memory of the engine or of the pool cannot be touched"
+            log.warning(self._failed, session=job.session.id, reason=reason, block_count=missing)
+        self._is_short = missing > 0 and (self._is_short or not is_stopped)
 
     def _end(self, job: Job, arrived: NDArray[np.bool_]) -> None:
         job.arrived = arrived

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,10 +17,28 @@ from trikv import address as addresses
 from trikv.address import Address
 
 BACKLOG = 256
+DESCRIPTORS_OWN = 32
+"""For the pool, the loops, the log and what else is open without connections."""
 
 
 class AddressError(Exception):
     """No address can be listened on; the message is one line."""
+
+
+def connections_for(wanted: int) -> int:
+    """How many connections this process may have, `wanted` at most.
+
+    The soft limit on descriptors is raised as far as it takes and is allowed. A connection takes
+    two: the socket, and a watch on the process at its other end.
+    """
+    needed = 2 * wanted + DESCRIPTORS_OWN
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    return max(1, min(wanted, (soft - DESCRIPTORS_OWN) // 2))
 
 
 @contextlib.contextmanager
@@ -37,11 +56,7 @@ def bind(given: str | None, environ: Mapping[str, str]) -> Iterator[tuple[Addres
         raise AddressError(f"--addr: {error}") from None
     with contextlib.ExitStack() as stack:
         if named is not None:
-            try:
-                sock = stack.enter_context(_open(named))
-            except PermissionError as error:
-                raise AddressError(f"--addr {named}: {error.strerror}") from None
-            yield named, sock
+            yield named, _enter(stack, named)
             return
         for path in (addresses.SYSTEM_SOCKET, addresses.runtime_socket(environ)):
             if path is None:
@@ -50,10 +65,19 @@ def bind(given: str | None, environ: Mapping[str, str]) -> Iterator[tuple[Addres
                 sock = stack.enter_context(_open(Address(path=path)))
             except PermissionError:
                 continue  # not ours to write: the next place
+            except OSError as error:
+                raise AddressError(f"unix:{path}: {error.strerror}") from None
             yield Address(path=path), sock
             return
         loopback = Address(host=addresses.DEFAULT_HOST, port=addresses.DEFAULT_PORT)
-        yield loopback, stack.enter_context(_open(loopback))
+        yield loopback, _enter(stack, loopback)
+
+
+def _enter(stack: contextlib.ExitStack, address: Address) -> socket.socket:
+    try:
+        return stack.enter_context(_open(address))
+    except OSError as error:
+        raise AddressError(f"--addr {address}: {error.strerror}") from None
 
 
 @contextlib.contextmanager

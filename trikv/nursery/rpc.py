@@ -10,6 +10,7 @@ another thread: streams and servers are closed in `finally`, and everything here
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -19,7 +20,13 @@ import structlog
 
 from trikv import __version__, wire
 from trikv.core.counters import OK
-from trikv.core.errors import BadRequestError, ForbiddenError, KvError, UnsupportedVersionError
+from trikv.core.errors import (
+    BadRequestError,
+    ForbiddenError,
+    KvError,
+    OverloadedError,
+    UnsupportedVersionError,
+)
 from trikv.nursery.callers import peer_pid
 from trikv.nursery.guards import at_once, fatal
 from trikv.nursery.guest import Guest
@@ -33,6 +40,7 @@ log = structlog.get_logger()
 SOFTWARE = f"trikv-daemon {__version__}"
 ACCEPT_BACKOFF_S = 0.2
 MESSAGE_CHARS_MAX = 1_000
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 class Connection:
@@ -300,25 +308,35 @@ class Listener:
     async def run(self, listening: socket.socket) -> None:
         """Accept until cancelled.
 
-        At the bound: further connections are closed at once. Out of descriptors: accepting pauses.
+        At the bound: further connections are closed at once. Out of descriptors: accepting pauses,
+        those who are connected are served on.
         """
         loop = asyncio.get_running_loop()
+        counters = self._service.store.cache.counters
+        is_full = is_failing = False  # said once, and again when things were better meanwhile
         while True:
             try:
                 sock, _ = await loop.sock_accept(listening)
             except OSError as error:
-                log.warning("accept.failed", reason=error.strerror)
+                counters.connection_refused_total += 1
+                if not is_failing:
+                    log.warning("accept.failed", reason=error.strerror)
+                is_failing = True
                 await asyncio.sleep(ACCEPT_BACKOFF_S)
                 continue
-            if len(self._tasks) >= self.connections_max:
+            is_failing = False
+            was_full, is_full = is_full, len(self._tasks) >= self.connections_max
+            if not is_full:
+                self._spawn(self._serve(sock))
+                continue
+            sock.close()
+            counters.connection_refused_total += 1
+            if not was_full:
                 log.warning(
                     "connection.refused",
                     reason="too many connections",
                     count_max=self.connections_max,
                 )
-                sock.close()
-                continue
-            self._spawn(self._serve(sock))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -336,6 +354,7 @@ class Listener:
         try:
             pid = peer_pid(sock)
         except (KvError, OSError) as error:
+            self._service.store.cache.counters.connection_refused_total += 1
             log.warning("connection.refused", reason=str(error))
             sock.close()
             return
@@ -344,7 +363,8 @@ class Listener:
             try:
                 return self._open_process(pid) if pid is not None else None
             except OSError as error:
-                raise ForbiddenError(f"process {pid} cannot be watched: {error.strerror}") from None
+                kind = OverloadedError if error.errno in EXHAUSTED else ForbiddenError
+                raise kind(f"process {pid} cannot be watched: {error.strerror}") from None
 
         connection = Connection(self._service, self._guest, self._facts, open_process)
         try:

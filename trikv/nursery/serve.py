@@ -27,6 +27,7 @@ from trikv import __version__, config
 from trikv.config import SettingError, Settings
 from trikv.core.cache import Cache
 from trikv.core.engines import Engines
+from trikv.core.errors import KvError
 from trikv.core.pages import PAGE_ALIGN
 from trikv.core.plans import Limits
 from trikv.core.windows import Windows
@@ -35,7 +36,7 @@ from trikv.nursery.copiers import Copiers, PoolPlace
 from trikv.nursery.copying import Copying
 from trikv.nursery.guest import Guest
 from trikv.nursery.http import HttpServer, listen, url_of
-from trikv.nursery.listening import AddressError, bind
+from trikv.nursery.listening import AddressError, bind, connections_for
 from trikv.nursery.logs import set_up_logging
 from trikv.nursery.memories import Memories
 from trikv.nursery.metrics import Page
@@ -47,7 +48,7 @@ from trikv.nursery.store import Store
 from trikv.streams import Loop
 from trikv.tiers import pool as pools
 from trikv.tiers.freeze import FreezeGuard
-from trikv.tiers.hostmem import HeldProcess, HostMemory
+from trikv.tiers.hostmem import NO_THREAD, HeldProcess, HostMemory
 
 log = structlog.get_logger()
 
@@ -59,7 +60,9 @@ QUEUE_JOBS_MAX = 1_024
 COPIES_MAX = 64  # under way in a direction; of process memory, as many as there are threads
 SWEEP_S = 0.25
 COLLECT_S = 5.0
+POPULATE_RETRY_S = 2.0
 EXIT_USAGE = 2
+EXIT_STUCK = 70
 
 
 @dataclass(slots=True)
@@ -193,31 +196,58 @@ async def collect_garbage() -> None:
 
 
 async def populate(daemon: Daemon) -> None:
-    """Touch the pool in the background, slab by slab, so that no save waits for fresh pages."""
-    pages = daemon.service.store.cache.pages
-    limiter = trio.CapacityLimiter(1)
+    """Touch the pool in the background, slab by slab, so that no save waits for fresh pages.
+
+    Without memory for a slab it is tried again for ever; meanwhile a block whose pages cannot be
+    had is not saved.
+    """
+    pages, facts = daemon.service.store.cache.pages, daemon.facts
     begin_s = trio.current_time()
     for slab in range(pages.slab_count):
-        try:
-            await trio.to_thread.run_sync(
-                daemon.pool.populate, slab * pages.slab_bytes, pages.slab_bytes, limiter=limiter
-            )
-        except OSError as error:
-            daemon.facts.state = (
-                f"degraded: the machine has no memory for the whole pool ({error.strerror})"
-            )
-            log.error(  # noqa: TRY400  # the reason is in the state; a traceback adds nothing
-                "pool.short", bytes_ready=slab * pages.slab_bytes, bytes_wanted=pages.capacity_bytes
-            )
-            return
+        ready_bytes = slab * pages.slab_bytes
+        while reason := await _populate_slab(daemon.pool, ready_bytes, pages.slab_bytes):
+            if not facts.pool_fault:
+                log.error("pool.short", bytes_ready=ready_bytes, bytes_wanted=pages.capacity_bytes)
+            facts.pool_fault = f"the machine has no memory for the whole pool ({reason})"
+            await trio.sleep(POPULATE_RETRY_S)
+        facts.pool_fault = ""
     log.debug(
         "pool.touched", bytes=pages.capacity_bytes, took_s=round(trio.current_time() - begin_s, 3)
     )
 
 
+async def _populate_slab(pool: pools.Pool, offset: int, length: int) -> str:
+    """Returns why that is not possible, empty when it is done."""
+    try:
+        await trio.to_thread.run_sync(pool.populate, offset, length)
+    except OSError as error:
+        return error.strerror or "unknown"
+    except RuntimeError as error:  # no thread could be started
+        return str(error)
+    return ""
+
+
+def end_if_stuck(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """An error that reached asyncio's loop; without a thread to wait in, Trio never runs again.
+
+    Then nothing here is true any more but that the process must end: engines see it and compute.
+    """
+    error = context.get("exception")
+    log.error("loop.failed", what=str(context.get("message")), reason=str(error))
+    if isinstance(error, RuntimeError) and str(error) == NO_THREAD:
+        os._exit(EXIT_STUCK)
+
+
 async def host(daemon: Daemon) -> None:
     """Serve until SIGTERM or SIGINT; a second one ends at once."""
     settings, loop = daemon.settings, asyncio.get_running_loop()
+    connections_wanted = 8 * settings.max_engines + 64
+    connections_max = connections_for(connections_wanted)
+    if connections_max < connections_wanted:
+        log.warning(
+            "descriptors.few", connections_max=connections_max, count_wanted=connections_wanted
+        )
+    loop.set_exception_handler(end_if_stuck)
     stop, closing, guest = asyncio.Event(), trio.Event(), Guest()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: os._exit(1) if stop.is_set() else stop.set())
@@ -233,7 +263,7 @@ async def host(daemon: Daemon) -> None:
             guest,
             daemon.facts,
             HeldProcess,
-            connections_max=8 * settings.max_engines + 64,
+            connections_max=connections_max,
         )
         async with capnp.kj_loop():
             daemon.facts.ticks.start()
@@ -294,8 +324,10 @@ def main() -> None:
                 asyncio.Runner(loop_factory=Loop) as runner,
             ):
                 runner.run(host(build(settings, pool, guard)))
-    except AddressError as error:
+    except (AddressError, KvError) as error:
         sys.exit(f"trikv-daemon: {error}")
+    except MemoryError as error:
+        sys.exit(f"trikv-daemon: no memory for the index; lower --max-blocks: {error}")
     finally:
         pool.close()
 

@@ -18,7 +18,11 @@ from trikv.tiers.frames import Direction
 
 @dataclass(slots=True)
 class Facts:
-    """What does not come from the core."""
+    """What does not come from the core.
+
+    Attributes:
+        pool_fault: why the pool is not all there, empty while it is.
+    """
 
     epoch: int
     started_s: float
@@ -26,6 +30,7 @@ class Facts:
     copiers: Copiers
     state: str = "serving"
     http: str = ""
+    pool_fault: str = ""
     ticks: Ticks = field(default_factory=Ticks)
     calls: CallCounts = field(default_factory=CallCounts)
 
@@ -33,6 +38,7 @@ class Facts:
     def shown_state(self) -> str:
         """The state, or what is wrong although the daemon serves."""
         faults = [f"GPU {uuid}: {reason}" for uuid, reason in self.copiers.faults.items()]
+        faults += [self.pool_fault] if self.pool_fault else []
         if self.state != "serving" or not faults:
             return self.state
         return f"degraded: {'; '.join(faults)}"

@@ -20,13 +20,16 @@ import numpy as np
 import trio
 from numpy.typing import NDArray
 
-from trikv.core.errors import EngineLostError, ForbiddenError
+from trikv.core.errors import EngineLostError, ForbiddenError, OverloadedError
 from trikv.tiers.copies import Copy, Process
 from trikv.tiers.freeze import FreezeGuard
 
 IOV_MAX: Final = 1_024
 CALL_BYTES_MAX: Final = 64 << 20
 """Bytes of one system call, so that stopping early is seen within milliseconds."""
+
+NO_THREAD: Final = "can't start new thread"
+"""What Python says when the machine or a limit on processes refuses one."""
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 for _function in (_LIBC.process_vm_readv, _LIBC.process_vm_writev):
@@ -144,6 +147,8 @@ def _call(
             )
         if code == errno.ESRCH:
             raise EngineLostError(f"process {pid} has ended")
+        if code == errno.ENOMEM:
+            raise OverloadedError("the kernel has no memory for a copy")
         if code != errno.EFAULT:  # the first piece is not mapped
             raise EngineLostError(f"process {pid}: {os.strerror(code)}")
         return 0
@@ -157,7 +162,7 @@ def read_word(process: Process, address: int) -> int | None:
     remote = np.array([[address, value.nbytes]], np.uint64)
     try:
         got = _call(process.pid, local, remote, into_engine=False)
-    except (ForbiddenError, EngineLostError):
+    except (ForbiddenError, EngineLostError, OverloadedError):
         return None
     return int(value[0]) if got == value.nbytes else None
 
@@ -174,11 +179,20 @@ class HostMemory:
         """Move; see `run`.
 
         Cancellation: not cancellable, the thread is waited for; `is_stopped` ends it early.
+
+        Raises:
+            OverloadedError: no thread can be started, or no timer; nothing was moved.
+            ForbiddenError, EngineLostError: see `run`.
         """
         limiter = self._loads if copy.into_engine else self._saves
-        return await trio.to_thread.run_sync(
-            run, copy, self._pool_address, is_stopped, self._freeze_s, limiter=limiter
-        )
+        try:
+            return await trio.to_thread.run_sync(
+                run, copy, self._pool_address, is_stopped, self._freeze_s, limiter=limiter
+            )
+        except RuntimeError as error:
+            if str(error) != NO_THREAD:
+                raise
+            raise OverloadedError("no thread could be started for a copy") from error
 
     async def read_word(self, process: Process, address: int) -> int | None:
         """One uint64 of the engine's memory, or None; takes microseconds, so no thread."""
