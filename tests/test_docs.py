@@ -14,6 +14,20 @@ def test_each_metric_has_a_row_and_each_row_a_metric() -> None:
     assert rows == names()
 
 
+def test_each_test_that_the_faults_name_exists() -> None:
+    text = (ROOT / "docs/faults.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", text)
+    missing = [
+        f"{path}::{name}"
+        for path, name in named
+        if not re.search(rf"^def {name}\(", (ROOT / "tests" / path).read_text(), re.MULTILINE)
+    ]
+    assert not missing
+    rows = re.findall(r"^\| (?!fault|---).*", text, re.MULTILINE)
+    assert len(rows) > 30
+    assert not [row for row in rows if "::" not in row]
+
+
 def test_each_setting_of_the_daemon_is_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
     missing = [option.name for option in OPTIONS if f"`--{option.name}`" not in readme]

@@ -94,6 +94,31 @@ def test_a_library_is_known_to_one_module(library: str, module: str) -> None:
     assert graph.find_modules_that_directly_import(library) == {module}
 
 
+WALL_CLOCK = {
+    "time": {"time", "time_ns", "ctime", "localtime", "gmtime", "clock_gettime"},
+    "datetime": {"datetime", "date", "now", "utcnow", "today"},
+}
+
+
+def test_nothing_that_decides_looks_at_the_wall_clock() -> None:
+    """It may be set back and forth.
+
+    It is looked at for the epoch, a name that differs each start, and for the age of hit-rate
+    windows that another daemon has left.
+    """
+    looks = set()
+    for path in sorted((ROOT / "trikv").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                is_one = node.attr in WALL_CLOCK.get(node.value.id, ())
+            else:
+                module = node.module if isinstance(node, ast.ImportFrom) else None
+                is_one = module in WALL_CLOCK
+            if is_one:
+                looks.add((path.name, ast.unparse(node)))
+    assert looks == {("serve.py", "time.time_ns"), ("ceiling.py", "time.time_ns")}
+
+
 def test_entry_points_exist() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     targets = [

@@ -82,6 +82,10 @@ class FakeDaemon:
         assert self.child is not None
         self.child.send_signal(number)
 
+    def close(self) -> None:
+        """The test has ended."""
+        self.kill()
+
     def kill(self) -> None:
         child, self.child = self.child, None
         if child is None:
@@ -118,8 +122,8 @@ class RealDaemon(FakeDaemon):
     def tell(self, **knobs: Any) -> str:
         raise NotImplementedError(f"the real daemon has no {knobs}")
 
-    def counts(self) -> dict[str, int]:
-        """The real daemon's counters under the fake one's names."""
+    def status(self) -> dict[str, Any]:
+        """What `trikv status --json` says."""
         done = subprocess.run(
             [sys.executable, "-m", "trikv.cli.main", "status", "--json"],
             cwd=ROOT,
@@ -129,7 +133,12 @@ class RealDaemon(FakeDaemon):
             timeout=60,
             check=True,
         )
-        status = json.loads(done.stdout)
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def counts(self) -> dict[str, int]:
+        """The real daemon's counters under the fake one's names."""
+        status = self.status()
         counters = status["counters"]
         return {
             "saved": counters["trikv_save_blocks_total"],

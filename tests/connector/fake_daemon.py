@@ -6,8 +6,8 @@ Reads one JSON object a line from stdin and sets its keys as knobs, answering `o
 `query_s`, `load_s`, `save_s` (delays), `refuse_declare` (so many times), `fail_loads` (positions
 from this one on fail), `refuse` (a code for every query, save and load), `garbage` (a raise instead
 of an answer), `drop` (close all connections), `negate` (flip every stored byte), `lease_s`,
-`heartbeat_s`, `counts` (answers with the counters), `fresh` (forget everything but the
-connections).
+`heartbeat_s`, `protocol` (named in the greeting), `counts` (answers with the counters), `fresh`
+(forget everything but the connections).
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from typing import Any
 import capnp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from trikv.wire import SCHEMA, ids_to_array
+from trikv.wire import PROTOCOL, SCHEMA, ids_to_array
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -232,7 +232,8 @@ class Kv(SCHEMA.Kv.Server):  # type: ignore[misc]
     async def hello(self, hello: Any, _context: Any, **rest: Any) -> None:
         self.store.count("hello")
         ok = _context.results.reply.init("ok")
-        ok.protocol, ok.software, ok.epoch = 1, "fake", self.store.epoch
+        ok.protocol = self.store.knobs.get("protocol", PROTOCOL)
+        ok.software, ok.epoch = "fake", self.store.epoch
         ok.heartbeatSeconds = self.store.knobs["heartbeat_s"]
         ok.session = Session(self.store, self.pid)
 

@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tests.connector.rig import Rig
@@ -151,7 +152,9 @@ def aborts_with_overlapping_steps(world: World) -> dict[str, Any]:
     return abort_at_random(world, world.rig(blocks=48, overlaps=True))
 
 
-def abort_at_random(world: World, rig: Rig) -> dict[str, Any]:
+def abort_at_random(
+    world: World, rig: Rig, meanwhile: Callable[[int], None] = lambda _: None
+) -> dict[str, Any]:
     """500 requests come and most are aborted; at the end every block is free and none was wrong."""
     chance = random.Random(7)
     prompts = [
@@ -160,6 +163,7 @@ def abort_at_random(world: World, rig: Rig) -> dict[str, Any]:
     free = rig.free
     alive: list[str] = []
     for number in range(500):
+        meanwhile(number)
         rig.add(f"r{number}", chance.choice(prompts), chance.randrange(1, 5))
         alive.append(f"r{number}")
         for _ in range(chance.randrange(3)):
@@ -174,9 +178,9 @@ def abort_at_random(world: World, rig: Rig) -> dict[str, Any]:
         rig.abort(name)
     rig.settle(free, 30)
     assert not rig.wrong, rig.wrong[:3]
-    counts = world.daemon.counts()
-    assert counts["loaded"] > 50
-    return {"loaded_blocks": counts["loaded"], "steps": rig.steps}
+    loaded = rig.worker._worker.tally.total["loaded_blocks"]
+    assert loaded > 50
+    return {"loaded_blocks": loaded, "steps": rig.steps}
 
 
 @scenario

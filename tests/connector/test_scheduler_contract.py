@@ -25,17 +25,22 @@ RUNS = {  # name: vLLM version (empty: the installed one) and kind of daemon
     "0.33.0": ("0.33.0", "fake"),
     "installed, real daemon": ("", "real"),
 }
-TEXTS = "\n".join((HERE / f"{name}.py").read_text() for name in ("flows", "faults"))
-BODIES = {
-    match[1]: match[0]
-    for match in re.finditer(r"@scenario\ndef (\w+).*?(?=\n@|\ndef |\Z)", TEXTS, re.S)
-}
+
+
+def bodies(*modules: str) -> dict[str, str]:
+    text = "\n".join((HERE / f"{name}.py").read_text() for name in modules)
+    found = re.finditer(r"@scenario\ndef (\w+).*?(?=\n@|\ndef |\Z)", text, re.S)
+    return {match[1]: match[0] for match in found}
+
+
+BODIES = bodies("flows", "faults")
 CASES = [
     (run, name)
     for run, (_, kind) in RUNS.items()
     for name, body in BODIES.items()
     if kind == "fake" or ".tell(" not in body
 ]
+CASES += [("installed, real daemon", name) for name in bodies("real")]
 
 
 class Run:

@@ -22,7 +22,7 @@ from tests.connector.daemons import FakeDaemon, RealDaemon
 from tests.connector.rig import Rig
 
 PROMPT = [10 + (i * 7) % 200 for i in range(100)]
-MODULES = ("flows", "faults")
+MODULES = ("flows", "faults", "real")
 
 
 class World:
@@ -54,7 +54,7 @@ class World:
     def close(self) -> None:
         for rig in self.rigs:
             rig.close()
-        self.daemon.kill()
+        self.daemon.close()
 
 
 Scenario = Callable[[World], dict[str, Any] | None]

@@ -16,6 +16,7 @@ from tests.integration.daemons import (
     hashes,
     start_daemon,
     status,
+    wait_for,
     wire_ok,
 )
 
@@ -82,6 +83,35 @@ def test_sigterm_lets_loads_and_saves_in_flight_end(start: Start, tmp_path: Path
     asyncio.run(main())
     assert daemon.process.wait(20) == 0
     assert not daemon.path.exists()
+
+
+def test_calls_that_are_given_up_end_all_the_same(start: Start, tmp_path: Path) -> None:
+    daemon = start_daemon(start, tmp_path, "--pool-size", "256mb")
+
+    async def main() -> None:
+        async with attached(daemon.address, block_count=BLOCKS, page_bytes=PAGE) as engine:
+            loads, saves = await begin_copies(engine)
+            await asyncio.wait(loads, return_when=asyncio.FIRST_COMPLETED)
+            given_up = [call for call in (*loads, *saves) if call.cancel()]
+            assert len(given_up) > 16, "all over: nothing was shown"
+            await asyncio.gather(*given_up, return_exceptions=True)
+            await engine.session.release([f"old-{n}" for n in range(16)])
+
+            def rests(facts: dict[str, Any]) -> bool:
+                pool = facts["pool"]
+                return not (pool["leaseCount"] or pool["pinnedBytes"] or pool["fillingCount"])
+
+            facts = await wait_for(daemon.address, rests, 20.0)
+            assert facts["engines"][0]["state"] == "ready"
+            seen = engine.memory[0].copy()
+            await asyncio.sleep(0.5)
+            assert np.array_equal(engine.memory[0], seen)
+            dropped = wire_ok((await engine.session.reset()).reply).droppedCount
+            assert dropped == facts["pool"]["blockCount"]
+            assert (await status(daemon.address))["pool"]["usedBytes"] == 0
+
+    asyncio.run(main())
+    assert daemon.end() == 0
 
 
 def test_a_second_sigterm_in_the_middle_of_copies_does_not_wait(

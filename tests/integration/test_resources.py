@@ -152,6 +152,50 @@ def test_memory_that_cannot_be_had_at_the_start_is_one_line(
     assert names in ended.stderr
 
 
+def test_huge_pages_that_are_not_reserved_are_one_line(tmp_path: Path) -> None:
+    rows = dict(row.split(":") for row in Path("/proc/meminfo").read_text().splitlines())
+    wanted_mb = 2 * (int(rows.get("HugePages_Free", "0")) + 4)
+    ended = run("--addr", f"unix:{tmp_path}/s", "--use-hugepages", "--pool-size", f"{wanted_mb}mb")
+    assert ended.returncode == 1
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+    assert "vm.nr_hugepages" in ended.stderr
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group of 256 MiB."""
+    for root, name in (
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+        (Path("/sys/fs/cgroup"), "memory.max"),
+    ):
+        folder = root / f"trikv-test-{os.getpid()}"
+        with contextlib.suppress(OSError):
+            folder.mkdir()
+            (folder / name).write_text(f"{256 << 20}")
+            break
+    else:
+        pytest.skip("no control group can be made here")
+    yield folder
+    deadline_s = time.monotonic() + 10
+    while folder.exists() and time.monotonic() < deadline_s:
+        with contextlib.suppress(OSError):  # its processes are just ending
+            folder.rmdir()
+
+
+def test_a_control_group_bounds_the_pool(start: Start, tmp_path: Path, group: Path) -> None:
+    enter = f"import os; open('{group}/cgroup.procs', 'w').write(str(os.getpid()))"
+    command = daemon_command(before=enter)
+    ended = run("--addr", f"unix:{tmp_path}/s", "--pool-size", "400mb", command=command)
+    assert ended.returncode == 2
+    assert len(ended.stderr.splitlines()) == 1
+    assert "--pool-size" in ended.stderr
+
+    daemon = start_daemon(start, tmp_path, "--pool-size", "", before=enter)
+    facts = asyncio.run(status(daemon.address))
+    assert 32 << 20 < facts["pool"]["capacityBytes"] <= 128 << 20
+    assert daemon.end() == 0
+
+
 SHORT_POOL = """
 import os
 from trikv.tiers import pool

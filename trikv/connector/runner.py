@@ -102,21 +102,20 @@ class Runner:
         started = concurrent.futures.Future()
         self._inbox.clear()
         self._is_woken = False
-        if self._bell < 0:
-            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._thread = threading.Thread(
-            target=_main,
-            args=(started, self._bell, self._drain),
-            name="trikv-connector",
-            daemon=True,
-        )
-        self._thread.start()
         try:
-            self._loop, self._stop = started.result(
-                START_S
-            )  # last: others see it only when it runs
-        except concurrent.futures.TimeoutError:
-            raise RunnerStoppedError("the connector's thread did not start") from None
+            if self._bell < 0:
+                self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            arguments = (started, self._bell, self._drain)
+            self._thread = threading.Thread(
+                target=_main, args=arguments, name="trikv-connector", daemon=True
+            )
+            self._thread.start()
+            # last: others see the loop only when it runs
+            self._loop, self._stop = started.result(START_S)
+        except (RuntimeError, OSError) as exc:  # no thread, no descriptor, or no time
+            self._thread = None  # the next user tries again
+            started.cancel()  # should it still come up, it ends at once
+            raise RunnerStoppedError(f"the connector's thread did not start: {exc}") from None
 
     def forget(self) -> None:
         """In a forked child: drop everything without running a destructor of it."""
@@ -132,6 +131,8 @@ def _main(started: concurrent.futures.Future[Any], bell: int, drain: Callable[[]
         stop = asyncio.Event()
         loop.set_exception_handler(_note)
         async with capnp.kj_loop():
+            if not started.set_running_or_notify_cancel():
+                return
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(bell)  # rung for the thread before this one
             loop.add_reader(bell, loop.run_on, drain)

@@ -1,0 +1,89 @@
+"""The client in a process that has no descriptor left, and before a daemon of another version."""
+
+import contextlib
+import logging
+import resource
+import time
+import tracemalloc  # noqa: F401  # warnings import it, and could not in here
+from collections.abc import Iterator
+
+import pytest
+
+from tests.connector.conftest import HASHES, LOG, Clients, declaration, outcome, until
+from trikv.connector import link
+from trikv.connector.calls import Answer, Calls
+from trikv.connector.client import Client, Introduction, Settings
+from trikv.connector.link import AbsentError
+from trikv.connector.runner import RunnerStoppedError
+from trikv.wire import PROTOCOL
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Nothing can be opened; what is open stays so."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_without_descriptors_it_goes_on_looking(
+    world: Clients, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = world.client()
+    with caplog.at_level(logging.WARNING), no_descriptors():
+        assert isinstance(outcome(calls.query("r", 32, HASHES)), Answer)  # what is open serves on
+        world.daemon.tell(drop=True)
+        until(lambda: "Too many open files" in caplog.text)
+        time.sleep(0.3)
+        assert calls.attached is None
+        assert isinstance(outcome(calls.query("r", 32, HASHES)), AbsentError)
+    until(lambda: calls.is_ready)
+    assert isinstance(outcome(calls.query("r", 32, HASHES)), Answer)
+    assert caplog.text.count("Too many open files") == 1
+
+
+@pytest.mark.filterwarnings("ignore:unclosed event loop:ResourceWarning")  # asyncio's, half made
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_thread_that_cannot_start_is_an_error_and_not_a_state(world: Clients) -> None:
+    client = Client(Settings("test", given=world.daemon.address), LOG)
+    world.clients.append(client)
+    introduction = Introduction("declare", declaration)
+    with no_descriptors(), pytest.raises(RunnerStoppedError):
+        client.start(introduction)
+    client.start(introduction)
+    until(lambda: client.is_ready)
+    assert isinstance(outcome(Calls(client).query("r", 32, HASHES)), Answer)
+
+
+def test_whatever_fails_in_the_search_does_not_end_it(
+    world: Clients, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    with caplog.at_level(logging.ERROR), monkeypatch.context() as patch:
+        patch.setattr("trikv.connector.client.address.search", broken)
+        calls = world.client(wait=False)
+        until(lambda: "ZeroDivisionError: planted; still looking" in caplog.text)
+    until(lambda: calls.is_ready)
+
+
+@pytest.mark.parametrize("step", [-2, -1, 0, 1, 2])
+def test_a_greeting_of_a_distant_version_is_not_accepted(
+    world: Clients, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: int
+) -> None:
+    """Also when the daemon itself does not mind."""
+    ours = PROTOCOL + 5
+    monkeypatch.setattr(link, "PROTOCOL", ours)
+    world.daemon.tell(protocol=ours + step)
+    with caplog.at_level(logging.WARNING):
+        calls = world.client(wait=abs(step) < 2)
+        if abs(step) < 2:
+            return
+        until(lambda: "unsupported-version" in caplog.text)
+    assert f"speaks protocol {ours + step} (fake), this engine {ours}" in caplog.text
+    assert not calls.is_ready
+    assert "declare" not in world.daemon.counts()
