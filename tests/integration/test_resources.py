@@ -65,7 +65,7 @@ def knocking(daemon: RunningDaemon, count: int) -> Iterator[list[socket.socket]]
 
 def test_strangers_cannot_take_all_descriptors(start: Start, tmp_path: Path) -> None:
     """Few descriptors mean few connections: those beyond are closed at once, and counted."""
-    few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))"
+    few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (112, 112))"
     daemon = start_daemon(start, tmp_path, "--heartbeat-seconds", "30", before=few)
     assert any(event["event"] == "descriptors.few" for event in daemon.events())
 
@@ -78,7 +78,7 @@ def test_strangers_cannot_take_all_descriptors(start: Start, tmp_path: Path) -> 
                     with contextlib.suppress(ConnectionError):
                         ended += sock.recv(1) == b""
                 assert ended == 50
-                assert descriptors(daemon) < 80
+                assert descriptors(daemon) < 112
                 await works(engine, "crowded")
                 with pytest.raises(capnp.KjException):  # closed in mid-greeting
                     async with asyncio.timeout(5), connected(daemon.address) as kv:

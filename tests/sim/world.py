@@ -31,6 +31,8 @@ from trikv.nursery.store import Store
 PIECE_BYTES = 64
 FENCES = 8
 MARKER = 0xEE
+LIFE_S = 3_600.0
+"""Virtual seconds that no engine's life may take: stalled copies make some of it 1,200."""
 
 
 @dataclass(slots=True)
@@ -300,10 +302,12 @@ class World:
                 lambda task_status: sweep(self.service.store, every_s=0.25, task_status=task_status)
             )
             async with trio.open_nursery() as front:
+                front.cancel_scope.deadline = trio.current_time() + LIFE_S
                 for number in range(engines):
                     model, ranks, pieces = [("a", 1, 2), ("b", 2, 3), ("b", 2, 3)][number % 3]
                     engine = FakeEngine(self, number, model, ranks, pieces)
                     front.start_soon(engine.live, requests)
+            assert not front.cancel_scope.cancelled_caught, "somebody waits for ever"
             await trio.sleep(130)  # leases, half-filled blocks and stalled copies run out
             self._count_what_is_left()
             back.cancel_scope.cancel()

@@ -4,15 +4,19 @@ Decided here: whose processes are served: this user's and root's. This file does
 what they send.
 """
 
+import errno
 import os
 import socket
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from trikv.core.errors import ForbiddenError
+from trikv.core.errors import ForbiddenError, OverloadedError
+from trikv.tiers.copies import Process
 
 TCP_ESTABLISHED: Final = "01"
+EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 def peer_pid(sock: socket.socket) -> int | None:
@@ -38,6 +42,20 @@ def peer_pid(sock: socket.socket) -> int | None:
             f"a TCP caller of user {uid} is refused: this daemon serves user {os.geteuid()}"
         )
     return None
+
+
+def watched(pid: int | None, open_process: Callable[[int], Process]) -> Process | None:
+    """The process at the other end, held for a session; None over TCP.
+
+    Raises:
+        OverloadedError: no descriptor is free for it.
+        ForbiddenError: it cannot be seen from here, or has ended.
+    """
+    try:
+        return open_process(pid) if pid is not None else None
+    except OSError as error:
+        kind = OverloadedError if error.errno in EXHAUSTED else ForbiddenError
+        raise kind(f"process {pid} cannot be watched: {error.strerror}") from None
 
 
 def _tcp_peer_uid(sock: socket.socket) -> int | None:

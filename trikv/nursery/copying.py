@@ -171,10 +171,10 @@ class Copying:
                     nursery.start_soon(self._work, nursery)
                 task_status.started()
         finally:
-            with contextlib.suppress(trio.WouldBlock):
-                while True:
+            with contextlib.ExitStack() as ends, contextlib.suppress(trio.WouldBlock):
+                while True:  # all of them end, even if one's end should raise
                     job = self._receive.receive_nowait()
-                    self._end(job, np.zeros(job.block_count, np.bool_))
+                    ends.callback(self._end, job, np.zeros(job.block_count, np.bool_))
 
     async def _keep_guard(self) -> None:
         """Show that this process is not frozen; at the end, tell shielded copies to stop."""
@@ -225,13 +225,16 @@ class Copying:
         self._is_short = missing > 0 and (self._is_short or not is_stopped)
 
     def _end(self, job: Job, arrived: NDArray[np.bool_]) -> None:
+        """Apply the outcome and wake who waits for it, also when a bug of ours ends the daemon."""
         job.arrived = arrived
-        job.complete(arrived)
-        job.ended.set()
-        self._pending -= 1
-        if self._guard is not None and self._pending == 0:
-            self._guard.stop()
-        self._sessions.copy_ended(job.session)
+        try:
+            job.complete(arrived)
+        finally:
+            job.ended.set()
+            self._pending -= 1
+            if self._guard is not None and self._pending == 0:
+                self._guard.stop()
+            self._sessions.copy_ended(job.session)
 
 
 async def _stop_in_time(job: Job, stop_s: float) -> None:

@@ -17,8 +17,8 @@ from trikv import address as addresses
 from trikv.address import Address
 
 BACKLOG = 256
-DESCRIPTORS_OWN = 32
-"""For the pool, the loops, the log and what else is open without connections."""
+DESCRIPTORS_OWN = 64
+"""For the pool, the loops, the log, the copiers and what else is open without connections."""
 
 
 class AddressError(Exception):

@@ -10,7 +10,7 @@ another thread: streams and servers are closed in `finally`, and everything here
 
 import asyncio
 import contextlib
-import errno
+import functools
 import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -22,12 +22,10 @@ from trikv import __version__, wire
 from trikv.core.counters import OK
 from trikv.core.errors import (
     BadRequestError,
-    ForbiddenError,
     KvError,
-    OverloadedError,
     UnsupportedVersionError,
 )
-from trikv.nursery.callers import peer_pid
+from trikv.nursery.callers import peer_pid, watched
 from trikv.nursery.guards import at_once, fatal
 from trikv.nursery.guest import Guest
 from trikv.nursery.service import Service
@@ -40,7 +38,6 @@ log = structlog.get_logger()
 SOFTWARE = f"trikv-daemon {__version__}"
 ACCEPT_BACKOFF_S = 0.2
 MESSAGE_CHARS_MAX = 1_000
-EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 class Connection:
@@ -68,12 +65,18 @@ class Connection:
 
     def _end(self, session: Session) -> None:
         self.sessions.discard(session)
-        self.service.sessions.close(session, "released")
+        self._close(session, "released")
 
     def close(self) -> None:
         """The connection is gone, and with it everyone who spoke through it."""
         for session in list(self.sessions):
-            self.service.sessions.close(session, "disconnected")
+            self._close(session, "disconnected")
+
+    def _close(self, session: Session, cause: str) -> None:
+        try:
+            self.service.sessions.close(session, cause)
+        except Exception as error:  # noqa: BLE001  # a bug of ours: the daemon ends with its story
+            self.guest.fail(error)
 
     def settle(self) -> None:
         """Do what queries have left for later."""
@@ -341,7 +344,14 @@ class Listener:
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A connection is over; an error that nobody expected is a bug of ours."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            self._guest.fail(error)
 
     async def close(self) -> None:
         """End all connections; calls in flight are cancelled."""
@@ -359,13 +369,7 @@ class Listener:
             sock.close()
             return
 
-        def open_process() -> Process | None:
-            try:
-                return self._open_process(pid) if pid is not None else None
-            except OSError as error:
-                kind = OverloadedError if error.errno in EXHAUSTED else ForbiddenError
-                raise kind(f"process {pid} cannot be watched: {error.strerror}") from None
-
+        open_process = functools.partial(watched, pid, self._open_process)
         connection = Connection(self._service, self._guest, self._facts, open_process)
         try:
             stream = await _open_stream(sock)
@@ -373,14 +377,20 @@ class Listener:
             log.debug("connection.lost", reason=error.strerror)
             sock.close()
             return
-        server = capnp.TwoPartyServer(
-            stream, bootstrap=KvServant(connection), traversal_limit_in_words=wire.MESSAGE_WORDS_MAX
-        )
+        server = None
         try:
+            server = capnp.TwoPartyServer(
+                stream,
+                bootstrap=KvServant(connection),
+                traversal_limit_in_words=wire.MESSAGE_WORDS_MAX,
+            )
             await server.on_disconnect()
         except capnp.KjException as error:
             log.warning("connection.broken", reason=_first_line(error.description))
+        except OSError as error:
+            log.warning("connection.broken", reason=error.strerror)
         finally:
             connection.close()
             stream.close()
-            server.close()
+            if server is not None:
+                server.close()
