@@ -36,14 +36,14 @@ BUGS: Final = (
     (
         "lost event: the end of a copy is not told to the session",
         "nursery/copying.py",
-        "        self._sessions.copy_ended(job.session)\n",
+        "            self._sessions.copy_ended(job.session)\n",
         "",
     ),
     (
         "double completion: a copy's outcome is applied twice",
         "nursery/copying.py",
-        "        job.complete(arrived)\n",
-        "        job.complete(arrived)\n        job.complete(arrived)\n",
+        "            job.complete(arrived)\n",
+        "            job.complete(arrived)\n            job.complete(arrived)\n",
     ),
     (
         "off by one: a lease on one block too many",
@@ -96,7 +96,7 @@ BUGS: Final = (
 )
 
 LOOK = """
-import sys, structlog
+import sys, traceback, structlog
 structlog.configure(processors=[lambda *_: (_ for _ in ()).throw(structlog.DropEvent)])
 from tests.sim.test_world import live
 from tests.sim.world import Faults
@@ -107,7 +107,8 @@ try:
 except BaseException as error:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    print(f"{type(error).__name__}: {str(error)[:60]}")
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    print(f"{type(error).__name__} in {frame.name}: {str(error)[:60] or frame.line}")
 else:
     left = {name: count for name, count in report.left.items() if count}
     if report.loads_wrong:
@@ -157,7 +158,9 @@ def main() -> int:
                 print(f"{name:60} the place is gone: trikv/{place}")
                 blind += 1
                 continue
-            file.write_text(text.replace(old, new, 1))
+            planted = text.replace(old, new, 1)
+            compile(planted, place, "exec")  # a tree that cannot start is no find
+            file.write_text(planted)
             found = next(
                 ((seed, how) for seed in range(options.seeds) if (how := look(tree, seed))), None
             )

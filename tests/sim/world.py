@@ -32,7 +32,7 @@ PIECE_BYTES = 64
 FENCES = 8
 MARKER = 0xEE
 LIFE_S = 3_600.0
-"""Virtual seconds that no engine's life may take: stalled copies make some of it 1,200."""
+"""Virtual seconds that no engine's life may take; 500 were seen, most of them in stalled copies."""
 
 
 @dataclass(slots=True)
