@@ -5,6 +5,7 @@ import contextlib
 import os
 import resource
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -272,6 +273,29 @@ def test_a_page_that_is_gone_when_it_is_loaded_is_reported(start: Start, tmp_pat
             assert lost == 24
             facts = await status(daemon.address)
             assert facts["counters"]["trikv_load_failed_blocks_total"] == lost
+
+    asyncio.run(main())
+    assert daemon.end() == 0
+
+
+# -- the log
+
+
+def test_a_log_that_nobody_reads_any_more_costs_lines_only(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "run" / "trikv.sock"
+    options = ("--addr", f"unix:{path}", "--pool-size", "8mb", "--http-addr", "off")
+    command = daemon_command(*options, "--log-level", "debug")
+    process = start(command, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    assert "daemon.ready" in process.stderr.readline()
+    process.stderr.close()
+    daemon = RunningDaemon(process, path, tmp_path / "none")
+
+    async def main() -> None:
+        for name in ("one", "two", "three"):
+            async with attached(daemon.address, name=name) as engine:
+                assert wire_code(await engine.load(99, [1])) == "lease-lost"  # logged
+                await works(engine, name)
 
     asyncio.run(main())
     assert daemon.end() == 0

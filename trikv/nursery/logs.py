@@ -1,12 +1,32 @@
 """How the daemon's log looks: one line an event, on stderr.
 
-Decided here: renderer and level; nothing per block is logged above debug.
+Decided here: renderer and level; nothing per block is logged above debug. A line that cannot be
+written (the reader has gone, the disk is full) is lost: no call may fail for it.
 """
 
+import contextlib
 import logging
 import sys
+from typing import TextIO, cast
 
 import structlog
+
+
+class Sink:
+    """Takes lines as long as they can be written, and never raises."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        """Write, or lose, a line."""
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it has been closed
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        """Hand over what was written."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
 
 
 def set_up_logging(level: str, log_format: str) -> None:
@@ -27,6 +47,6 @@ def set_up_logging(level: str, log_format: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=lambda *_: structlog.WriteLogger(cast("TextIO", Sink(sys.stderr))),
         cache_logger_on_first_use=True,
     )
