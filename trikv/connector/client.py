@@ -93,10 +93,11 @@ class _Call:
     future: concurrent.futures.Future[Any]
 
     def settle(self, outcome: Any) -> None:  # noqa: ANN401
-        if isinstance(outcome, CallError):
-            self.future.set_exception(outcome)
-        else:
-            self.future.set_result(outcome)
+        """Answer the caller, once: a later outcome is ignored."""
+        if self.future.done():
+            return
+        is_error = isinstance(outcome, CallError)
+        (self.future.set_exception if is_error else self.future.set_result)(outcome)
 
 
 class Client:
@@ -341,7 +342,8 @@ class Client:
 
     def _end_call(self, link: Link, call: _Call, outcome: Any) -> None:  # noqa: ANN401
         if call.retry_s and _may_change(outcome):
-            link.spawn(self._ask_again(link, call, outcome))
+            task = link.spawn(self._ask_again(link, call, outcome))
+            task.add_done_callback(lambda _: call.settle(LostError("the connection was closed")))
             return
         try:
             self._judge(link, outcome, is_bounded=call.deadline_s is not None)
@@ -349,18 +351,15 @@ class Client:
             call.settle(outcome)
 
     async def _ask_again(self, link: Link, call: _Call, outcome: Any) -> None:  # noqa: ANN401
-        """Ask until there is a final answer. Cancelled with the link: the last one stays."""
+        """Ask until there is a final answer. Cancelled with the link: the answer is lost."""
         clock = asyncio.get_running_loop().time
         until_s, wait_s = clock() + call.retry_s, RETRY_S_MIN
-        try:
-            while _may_change(outcome) and clock() + wait_s <= until_s:
-                await asyncio.sleep(wait_s)
-                wait_s *= 2
-                outcome = LostError("the connection was closed")
-                outcome = await link.ask(call.method, call.params, call.read, call.deadline_s)
-            self._judge(link, outcome, is_bounded=call.deadline_s is not None)
-        finally:
-            call.settle(outcome)
+        while _may_change(outcome) and clock() + wait_s <= until_s:
+            await asyncio.sleep(wait_s)
+            wait_s *= 2
+            outcome = await link.ask(call.method, call.params, call.read, call.deadline_s)
+        self._judge(link, outcome, is_bounded=call.deadline_s is not None)
+        call.settle(outcome)
 
     def _judge(self, link: Link, outcome: object, *, is_bounded: bool) -> None:
         """Open the circuit on the first late answer; give up on a daemon that keeps on raising."""

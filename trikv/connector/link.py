@@ -89,11 +89,12 @@ class Link:
         self._calls: set[_Sent] = set()
         self._alarm: asyncio.TimerHandle | None = None  # at the first deadline of a call, or before
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something that ends with the connection."""
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something that ends with the connection, maybe before its first line."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def ask(
         self,
@@ -278,6 +279,9 @@ class _Sent:
 
     def _answered(self, answer: asyncio.Future[Any]) -> None:
         if answer is not self._answer:
+            return
+        if answer.cancelled():  # with the loop, before the connection was closed
+            self.end(LostError(f"{self.method}: cancelled"))
             return
         error = answer.exception()  # raised, its traceback would lead back to the future
         try:

@@ -29,6 +29,7 @@ from trikv.streams import Loop
 
 START_S: Final = 10.0
 STOP_S: Final = 2.0
+INBOX_MAX: Final = 16_384
 
 LOG = logging.getLogger(__name__)
 
@@ -80,12 +81,16 @@ class Runner:
     def post(self, work: Callable[[], None]) -> None:
         """Run `work` on the thread, soon and in order; many posts cost one wake-up.
 
+        At the bound: refused; a thread that leaves so much undone is stuck.
+
         Raises:
-            RunnerStoppedError: no thread runs.
+            RunnerStoppedError: no thread runs, or `INBOX_MAX` posts wait.
         """
         loop = self._loop
         if loop is None or loop.is_closed():
             raise RunnerStoppedError("the connector's thread does not run")
+        if len(self._inbox) >= INBOX_MAX:
+            raise RunnerStoppedError("the connector's thread is stuck")
         self._inbox.append(work)
         if not self._is_woken:
             self._is_woken = True
@@ -95,7 +100,10 @@ class Runner:
         os.eventfd_read(self._bell)
         self._is_woken = False  # first: what is appended from here on wakes again
         while self._inbox:
-            self._inbox.popleft()()
+            try:
+                self._inbox.popleft()()
+            except Exception:  # what comes after it must run
+                LOG.exception("TriKV: a task of the connector's thread failed")
 
     def _start(self) -> None:
         started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]
