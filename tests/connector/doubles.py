@@ -36,6 +36,7 @@ class FakeCalls:
         self.loads: dict[str, tuple[LoadJob, Future[tuple[int, ...]]]] = {}
         self.saves: dict[int, tuple[SaveJob, int, int, Future[Saved]]] = {}
         self.released: list[str] = []
+        self.resets: list[Future[int]] = []
 
     def query(self, request: str, _size: int, hashes: bytes) -> "Future[Answer]":
         future: Future[Answer] = Future()
@@ -52,6 +53,11 @@ class FakeCalls:
     def save(self, job: SaveJob, fence: int, generation: int, _event: int) -> "Future[Saved]":
         future: Future[Saved] = Future()
         self.saves[job.number] = (job, fence, generation, future)
+        return future
+
+    def reset(self) -> "Future[int]":
+        future: Future[int] = Future()
+        self.resets.append(future)
         return future
 
     def release(self, requests: list[str]) -> None:

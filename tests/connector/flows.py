@@ -1,5 +1,6 @@
 """What the connector must do with vLLM's real scheduler and a daemon that does its part."""
 
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -298,7 +299,18 @@ def reset_forgets(world: World) -> dict[str, Any]:
         assert time.monotonic() < until
         time.sleep(0.01)
     assert rig.connector.reset_cache() is False
-    return {}
+    world.daemon.start()
+    rig.wait_attached()
+    until = time.monotonic() + 20
+    for number in itertools.count():  # hits return, without a restart of the engine
+        assert time.monotonic() < until
+        rig.scheduler.reset_prefix_cache()
+        rig.add(f"again {number}", PROMPT)
+        rig.run()
+        if rig.admitted[f"again {number}"]:
+            return {"turns": number}
+        time.sleep(0.05)
+    raise AssertionError
 
 
 @scenario

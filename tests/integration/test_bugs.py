@@ -48,7 +48,7 @@ def test_a_bug_ends_the_daemon_with_its_story(
             while daemon.process.poll() is None:  # noqa: ASYNC110  # another process
                 await asyncio.sleep(0.1)
 
-    with contextlib.suppress(capnp.KjException, OSError):
+    with contextlib.suppress(capnp.KjException, OSError, AssertionError):  # or a refusal
         asyncio.run(use())
     assert daemon.process.wait(10) == 1
     assert "ZeroDivisionError: planted" in daemon.log.read_text()

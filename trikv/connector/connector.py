@@ -301,9 +301,10 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Forget all blocks of this model, for every engine that shares them."""
         if self._scheduler is None or self._client is None:
             return None
-        dropped = Calls(self._client).reset().result(RESET_S)
-        self._log.info("TriKV: forgot %d blocks", dropped)
-        return True
+        is_done = self._scheduler.forget(RESET_S)
+        if not is_done:
+            self._log.warning("TriKV: the blocks are not forgotten yet: no hits until then")
+        return is_done
 
     # -- worker ----------------------------------------------------------------------------------
 

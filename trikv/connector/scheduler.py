@@ -21,6 +21,7 @@ from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, Final
 
 from trikv.connector.calls import ID_BYTES, Answer, Calls, count_real, pack, unpack
+from trikv.connector.forgetting import Forgetting
 from trikv.connector.jobs import IDLE_S, LoadJob, Report, SaveJob, StepJobs
 from trikv.connector.link import CallError
 from trikv.connector.tally import Tally
@@ -54,6 +55,7 @@ class SchedulerHalf:
         self._policy = policy
         self._log = log
         self._clock = clock
+        self._forgetting = Forgetting(calls, clock)
         self._numbers = itertools.count(1)
         self._tracks: dict[str, Track] = {}
         self._loads: list[LoadJob] = []
@@ -149,7 +151,7 @@ class SchedulerHalf:
         if (
             not self._policy.loads
             or attached is None
-            or not self._calls.is_ready
+            or not self._forgetting.is_ready()
             or not hashes
             or len(hashes[0]) not in HASH_BYTES
             or request.num_tokens <= self._policy.block_tokens
@@ -209,12 +211,8 @@ class SchedulerHalf:
         self.tally.add("hit_requests")
         if not self._has_said_hit:
             self._has_said_hit = True
-            self._log.info(
-                "TriKV: first hit: loading %d of %d tokens of request %s",
-                count * tokens,
-                request.num_tokens,
-                request.request_id,
-            )
+            numbers = (count * tokens, request.num_tokens, request.request_id)
+            self._log.info("TriKV: first hit: loading %d of %d tokens of request %s", *numbers)
 
     def _attachment(self) -> int:
         attached = self._calls.attached
@@ -242,8 +240,7 @@ class SchedulerHalf:
         """Its blocks are gone; the workers void the saves that may still read them."""
         track = self._tracks.get(request_id)
         if track is not None:
-            track.blocks, track.found = [], None
-            track.saved_count = 0
+            track.blocks, track.found, track.saved_count = [], None, 0
             self._forget_saves(track)
 
     def _saves(self, output: Any) -> list[SaveJob]:  # noqa: ANN401
@@ -258,7 +255,7 @@ class SchedulerHalf:
             if new_blocks is not None:
                 is_all = request_id in cached.resumed_req_ids
                 self._set_blocks(request_id, new_blocks[0], is_all=is_all)
-        if not self._policy.saves or not self._calls.is_ready:
+        if not self._policy.saves or not self._forgetting.is_ready():
             return []
         jobs: list[SaveJob] = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
@@ -286,9 +283,7 @@ class SchedulerHalf:
         hashes = track.request.block_hashes
         end = min(end, len(hashes), len(track.blocks), BLOCKS_MAX)
         attachment = self._attachment()
-        if (
-            track.attachment != attachment
-        ):  # another daemon, or a new session: it may have forgotten
+        if track.attachment != attachment:  # another daemon or session: it may have forgotten
             track.attachment, track.saved_count = attachment, 0
         self._collect(track, self._clock())
         if track.known_attachment != attachment:
@@ -356,6 +351,12 @@ class SchedulerHalf:
         for number in track.saving:
             self._savers.pop(number, None)
         track.saving.clear()
+
+    def forget(self, wait_s: float) -> bool:
+        """All blocks of the namespace are wrong; False: nothing is promised until that is done."""
+        for track in self._tracks.values():
+            track.forget()
+        return self._forgetting.demand(wait_s)
 
     # -- the end ---------------------------------------------------------------------------------
 

@@ -79,6 +79,11 @@ class Track:
     saving: dict[int, int] = field(default_factory=dict)  # number of a save: ranks yet to answer
     has_spoken: bool = False  # the daemon has heard of it
 
+    def forget(self) -> None:
+        """What the daemon has, or said, is wrong."""
+        self.found = self.lookup = None
+        self.known_count = self.saved_count = 0
+
     def hashes_of(self, first: int, last: int) -> bytes:
         """The hashes of its blocks from `first` to before `last`, one blob."""
         hashes = self.request.block_hashes

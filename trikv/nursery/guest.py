@@ -185,8 +185,6 @@ class Guest:
         scope = trio.CancelScope()
         outcomes: list[outcome.Outcome[T]] = []
 
-        self._running += 1
-
         async def job() -> None:
             try:
                 with scope:
@@ -196,8 +194,12 @@ class Guest:
             finally:
                 done.set_result(None)
 
-        self._calls.start_soon(job)
+        try:
+            self._calls.start_soon(job)
+        except RuntimeError:  # Trio is ending by itself: a bug of ours, told when it has ended
+            raise ShuttingDownError("the daemon is ending") from None
         self._host.kick()
+        self._running += 1
         was_cancelled = False
         while not done.done():
             try:
