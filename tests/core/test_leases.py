@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from trikv.core.errors import LeaseLostError, OverloadedError
-from trikv.core.leases import Lease, Leases
+from trikv.core.leases import STALE_MAX, Lease, Leases
 from trikv.core.words import Entries, InstanceName, LeaseId, RequestId, SpaceId
 
 TTL_S = 4
@@ -266,3 +266,17 @@ def test_a_request_has_a_lease_in_each_space_and_loses_them_one_by_one(leases: L
     assert (leases.of_space(ONE, R, SPACE), leases.of_space(ONE, R, other)) == (None, second)
     leases.end(second)
     assert leases.of_request(ONE, R) == []
+
+
+def test_deadlines_of_ended_leases_do_not_pile_up(leases: Leases) -> None:
+    """A lease that is loaded at once leaves its deadline behind, for an hour if so set."""
+    leases.ttl_s = 3600
+    kept = granted(leases)
+    most = 0
+    for number in range(10_000):
+        one = granted(leases, request=RequestId(f"r{number}"))
+        leases.end(one)
+        most = max(most, len(leases._deadlines))
+    assert most < 2 * STALE_MAX
+    assert leases.expire(now_s=3599) == []
+    assert leases.expire(now_s=3600) == [kept]

@@ -14,10 +14,14 @@ import heapq
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from trikv.core.errors import LeaseLostError, OverloadedError
 from trikv.core.rows import is_all
 from trikv.core.words import Entries, InstanceName, LeaseId, RequestId, SpaceId
+
+STALE_MAX: Final = 1_024
+"""Deadlines of ended leases that may wait for their time, beside one a lease: they hold nothing."""
 
 
 @dataclass(slots=True)
@@ -117,7 +121,11 @@ class Leases:
         self.active[lease_id] = lease
         self._by_request.setdefault((instance, request), {})[space] = lease_id
         self.pinned_bytes += block_bytes * len(entries)
-        heapq.heappush(self._deadlines, (lease.deadline_s, lease_id))
+        if len(self._deadlines) >= 2 * len(self.active) + STALE_MAX:  # most have ended early
+            self._deadlines = [(one.deadline_s, one.id) for one in self.active.values()]
+            heapq.heapify(self._deadlines)
+        else:
+            heapq.heappush(self._deadlines, (lease.deadline_s, lease_id))
         return lease
 
     def renew(self, lease: Lease, *, now_s: float) -> None:
