@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 from pathlib import Path
 
 import capnp
@@ -14,6 +16,18 @@ BROKEN = """
 from trikv.core.{module} import {kind}
 def broken(*_, **__):
     raise ZeroDivisionError("planted")
+{kind}.{method} = broken
+"""
+
+
+FALLEN = """
+import os
+from {module} import {kind}
+real = {kind}.{method}
+def broken(*given):
+    if os.path.exists(os.environ["FALLEN"]):
+        raise {error}("planted")
+    return real(*given)
 {kind}.{method} = broken
 """
 
@@ -53,3 +67,76 @@ def test_a_bug_ends_the_daemon_with_its_story(
     assert daemon.process.wait(10) == 1
     assert "ZeroDivisionError: planted" in daemon.log.read_text()
     assert not daemon.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "method", "error"),
+    [
+        ("trikv.nursery.guest", "Host", "_wait", "RuntimeError"),
+        ("trio._core._io_epoll", "EpollIOManager", "process_events", "ZeroDivisionError"),
+    ],
+    ids=["in a turn", "in Trio's own loop"],
+)
+def test_a_daemon_whose_trio_fell_ends_and_keeps_nobody_waiting(
+    start: Start, tmp_path: Path, module: str, kind: str, method: str, error: str
+) -> None:
+    flag = tmp_path / "fallen"
+    before = FALLEN.format(module=module, kind=kind, method=method, error=error)
+    daemon = start_daemon(start, tmp_path, before=before, FALLEN=str(flag))
+
+    async def use() -> None:
+        async with attached(daemon.address) as engine:
+            wire_ok(await engine.save(hashes("before"), [0], request="before"))
+            flag.touch()
+            async with asyncio.timeout(20):
+                saves = [engine.save(hashes(n), [n], request=f"{n}") for n in range(16)]
+                replies = await asyncio.gather(*saves, return_exceptions=True)
+            assert all(isinstance(reply, capnp.KjException) for reply in replies), replies
+            assert await asyncio.to_thread(daemon.process.wait, 20) == 70
+
+    asyncio.run(use())
+    failed = [one for one in daemon.events() if one["event"] == "loop.failed"]
+    assert len(failed) == 1
+    assert f"{error}: planted" in failed[0]["exception"]
+
+
+ALONE = """
+import asyncio, os
+import trio
+from trikv.core.errors import ShuttingDownError
+from trikv.nursery import guest as guests
+
+def broken(*given):
+    raise RuntimeError("planted")
+
+async def trio_main(open_calls):
+    async with trio.open_nursery() as calls:
+        open_calls(calls)
+        await trio.sleep_forever()
+
+async def main():
+    told = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    guest = guests.Guest()
+    await guest.start(trio_main)
+    calls = [asyncio.create_task(guest.run(trio.sleep_forever)) for _ in range(3)]
+    await asyncio.sleep(0.1)
+    guests.Host._wait = guests.TRIO.start_thread_soon = broken
+    last = asyncio.create_task(guest.run(trio.sleep, 0.01))
+    ends = await asyncio.gather(*calls, last, return_exceptions=True)
+    assert all(isinstance(end, ShuttingDownError) for end in ends), ends
+    await guest.settle()
+    assert isinstance((await guest.ended).error, guests.StuckError)
+    assert [type(one["exception"]) for one in told] == [guests.StuckError]
+    print("all told", flush=True)
+    os._exit(0)  # what is left of Trio cannot be unwound
+
+asyncio.run(main())
+"""
+
+
+def test_those_who_wait_for_a_fallen_trio_are_woken() -> None:
+    """Also where nobody ends the process; `Guest.settle` does not wait for ever."""
+    command = [sys.executable, "-c", ALONE]
+    ended = subprocess.run(command, timeout=60, capture_output=True, text=True, check=False)
+    assert ended.stdout == "all told\n", ended.stderr

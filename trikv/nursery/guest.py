@@ -21,8 +21,13 @@ T = TypeVar("T")
 TURNS_MAX = 16
 TRIO: Any = importlib.import_module("trio._core._run")
 FLUSH_S = 0.02
+SETTLE_S = 2.0
 THREADED: Any = getattr(TRIO, "start_thread_soon", None)
 """What Trio's guest mode waits with: a thread that polls for it, which costs two hops a wait."""
+
+
+class StuckError(Exception):
+    """Trio will not run again: who waits for it waits for ever, and what it did is unknown."""
 
 
 class Host:
@@ -34,10 +39,15 @@ class Host:
 
     The thread is avoided by replacing the one function of Trio by which it asks for it; where that
     is not found as it was in Trio 0.27 to 0.35, the thread stays.
+
+    A turn that raises was Trio's last one: `crashed` is called, once.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, crashed: Callable[[Exception], None]
+    ) -> None:
         self._loop = loop
+        self._crashed = crashed
         self._owner = threading.get_ident()
         self._turns: deque[Callable[[], object]] = deque()
         self._is_turning = False
@@ -77,6 +87,9 @@ class Host:
                 if not self._turns:
                     return
                 self._turns.popleft()()
+        except Exception as error:  # noqa: BLE001  # whatever it is, there is no next turn
+            self._turns.clear()
+            self._crashed(error)
         finally:
             self._is_turning = False
         if self._turns:
@@ -116,7 +129,7 @@ class Guest:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._calls: trio.Nursery | None = None
-        self._running = 0
+        self._running: set[asyncio.Future[None]] = set()  # ends of the calls under way
         self._started: asyncio.Future[None] = self._loop.create_future()
         self.ended: asyncio.Future[outcome.Outcome[None]] = self._loop.create_future()
         self.failed: asyncio.Future[None] = self._loop.create_future()
@@ -127,7 +140,7 @@ class Guest:
         Raises:
             Exception: what `main` raised before it was ready.
         """
-        self._host = Host(self._loop)
+        self._host = Host(self._loop, self._crash)
         trio.lowlevel.start_guest_run(
             main,
             *args,
@@ -157,17 +170,35 @@ class Guest:
         self._calls = None
 
     def _end(self, result: outcome.Outcome[None]) -> None:
+        if isinstance(result, outcome.Error) and isinstance(result.error, trio.TrioInternalError):
+            self._crash(result.error)
+            return
+        self._close(result)
+
+    def _crash(self, error: Exception) -> None:
+        """Tell asyncio's loop, whose handler should end the process; wake who waits for Trio."""
+        stuck = StuckError(f"{type(error).__name__}: {error}")
+        stuck.__cause__ = error
+        self._loop.call_exception_handler({"message": "Trio cannot go on", "exception": stuck})
+        self._close(outcome.Error(stuck))
+
+    def _close(self, result: outcome.Outcome[None]) -> None:
         self._calls = None
         self._host.close()
+        for end in self._running:
+            if not end.done():
+                end.set_result(None)
         if not self.ended.done():
             self.ended.set_result(result)
 
     async def settle(self) -> None:
         """Let those who waited for calls of an ended run go on, and what they answer be sent.
 
-        capnp cannot be asked whether an answer has left, so it gets a moment.
+        capnp cannot be asked whether an answer has left, so it gets a moment. At the bound,
+        `SETTLE_S`: whoever has not gone on is left.
         """
-        while self._running:  # noqa: ASYNC110  # at most a few turns
+        until_s = self._loop.time() + SETTLE_S
+        while self._running and self._loop.time() < until_s:  # noqa: ASYNC110  # a few turns
             await asyncio.sleep(0)
         await asyncio.sleep(FLUSH_S)
 
@@ -192,14 +223,15 @@ class Guest:
             except Exception as error:  # noqa: BLE001  # carried to the caller, whatever it is
                 outcomes.append(outcome.Error(error))
             finally:
-                done.set_result(None)
+                if not done.done():
+                    done.set_result(None)
 
         try:
             self._calls.start_soon(job)
         except RuntimeError:  # Trio is ending by itself: a bug of ours, told when it has ended
             raise ShuttingDownError("the daemon is ending") from None
+        self._running.add(done)
         self._host.kick()
-        self._running += 1
         was_cancelled = False
         while not done.done():
             try:
@@ -207,7 +239,7 @@ class Guest:
             except asyncio.CancelledError:
                 was_cancelled = True
                 scope.cancel()
-        self._running -= 1
+        self._running.discard(done)
         if was_cancelled:
             outcomes.clear()
             raise asyncio.CancelledError

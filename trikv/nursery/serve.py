@@ -34,7 +34,7 @@ from trikv.core.windows import Windows
 from trikv.nursery.ceiling import CeilingTask, state_path
 from trikv.nursery.copiers import Copiers, PoolPlace
 from trikv.nursery.copying import Copying
-from trikv.nursery.guest import Guest
+from trikv.nursery.guest import Guest, StuckError
 from trikv.nursery.http import HttpServer, listen, url_of
 from trikv.nursery.listening import AddressError, bind, connections_for
 from trikv.nursery.logs import set_up_logging
@@ -48,7 +48,7 @@ from trikv.nursery.store import Store
 from trikv.streams import Loop
 from trikv.tiers import pool as pools
 from trikv.tiers.freeze import FreezeGuard
-from trikv.tiers.hostmem import NO_THREAD, HeldProcess, HostMemory
+from trikv.tiers.hostmem import HeldProcess, HostMemory
 
 log = structlog.get_logger()
 
@@ -228,13 +228,14 @@ async def _populate_slab(pool: pools.Pool, offset: int, length: int) -> str:
 
 
 def end_if_stuck(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """An error that reached asyncio's loop; without a thread to wait in, Trio never runs again.
+    """An error that reached asyncio's loop; one of Trio's own means that it never runs again.
 
-    Then nothing here is true any more but that the process must end: engines see it and compute.
+    Then nothing here is true any more but that the process must end: copies may be under way of
+    which nobody knows, so no call may be answered. Engines see it and compute.
     """
     error = context.get("exception")
-    log.error("loop.failed", what=str(context.get("message")), reason=str(error))
-    if isinstance(error, RuntimeError) and str(error) == NO_THREAD:
+    log.error("loop.failed", what=str(context.get("message")), reason=str(error), exc_info=error)
+    if isinstance(error, StuckError):
         os._exit(EXIT_STUCK)
 
 
