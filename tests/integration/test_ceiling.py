@@ -119,6 +119,33 @@ def test_windows_that_cannot_be_saved_cost_nothing_else(start: Start, tmp_path: 
     assert said == ["windows.empty", "windows.unsaved"]
 
 
+THREADLESS = """
+import trio
+from trikv.nursery import ceiling
+ceiling.SAVE_S = 0.1
+real = trio.to_thread.run_sync
+async def run_sync(function, *given, **options):
+    if function.__name__ == "_write":
+        raise RuntimeError("can't start new thread")
+    return await real(function, *given, **options)
+trio.to_thread.run_sync = run_sync
+"""
+
+
+def test_windows_without_a_thread_to_save_them_cost_nothing_else(
+    start: Start, tmp_path: Path
+) -> None:
+    daemon = start_daemon(start, tmp_path, before=THREADLESS)
+    asyncio.run(ask(daemon.address))
+    deadline_s = time.monotonic() + 20
+    while not (said := [one for one in daemon.events() if one["event"] == "windows.unsaved"]):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    assert said[0]["reason"] == "can't start new thread"
+    check(windows(daemon))
+    assert daemon.end() == 0
+
+
 def test_a_killed_daemon_leaves_what_it_saved_last(start: Start, tmp_path: Path) -> None:
     first = start_daemon(start, tmp_path)
     asyncio.run(ask(first.address))

@@ -72,9 +72,7 @@ class CeilingTask:
                 windows.tend(now_s=now_s())
                 if self.path is not None and windows.has_changed and now_s() - saved_s >= SAVE_S:
                     saved_s = now_s()
-                    await trio.to_thread.run_sync(
-                        self._write, self.path, self._dump(), limiter=self._limiter
-                    )
+                    await self._save(self.path)
         finally:
             windows.tend(now_s=now_s())
             if self.path is not None and windows.has_changed:
@@ -91,14 +89,23 @@ class CeilingTask:
     def _dump(self) -> list[bytes]:
         return self.store.windows.dump(now_s=self.store.now_s(), wall_s=wall_s())
 
+    async def _save(self, path: Path) -> None:
+        parts = self._dump()
+        try:
+            await trio.to_thread.run_sync(self._write, path, parts, limiter=self._limiter)
+        except RuntimeError as error:  # no thread could be started: the next time, then
+            self._say(path, str(error))
+
     def _write(self, path: Path, parts: list[bytes]) -> None:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             statefile.write(path, parts)
         except OSError as error:
-            reason = error.strerror or str(error)
-            if reason != self._said:
-                log.warning("windows.unsaved", path=str(path), reason=reason)
-            self._said = reason
+            self._say(path, error.strerror or str(error))
         else:
             self._said = ""
+
+    def _say(self, path: Path, reason: str) -> None:
+        if reason != self._said:
+            log.warning("windows.unsaved", path=str(path), reason=reason)
+        self._said = reason

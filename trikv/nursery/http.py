@@ -212,11 +212,14 @@ class HttpServer:
 
     @staticmethod
     async def _accept(listener: trio.SocketListener) -> trio.SocketStream:
+        is_failing = False  # said once, until somebody comes through
         while True:
             try:
                 return await listener.accept()
             except OSError as error:
-                log.warning("accept.failed", reason=error.strerror)
+                if not is_failing:
+                    log.warning("accept.failed", reason=error.strerror)
+                is_failing = True
                 await trio.sleep(ACCEPT_BACKOFF_S)
 
     async def _serve(self, stream: trio.SocketStream) -> None:

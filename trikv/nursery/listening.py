@@ -18,7 +18,7 @@ from trikv.address import Address
 
 BACKLOG = 256
 DESCRIPTORS_OWN = 64
-"""For the pool, the loops, the log, the copiers and what else is open without connections."""
+"""For the pool, the loops, the log, the copiers, HTTP and what else is open without connections."""
 
 
 class AddressError(Exception):
