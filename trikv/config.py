@@ -33,6 +33,8 @@ class Settings:
     use_hugepages: bool
     max_blocks: int | None
     max_engines: int
+    eviction_policy: str
+    enable_lfu_admission: bool
     copy_threads: int
     gpu_staging: int
     lease_seconds: float
@@ -157,6 +159,19 @@ OPTIONS: Final = (
         "rows of the index; default: one a 4 KiB page of the pool, at most 16 million",
     ),
     Option("max-engines", _number(int, 1, 4096), 64, "engines that may be attached at once"),
+    Option(
+        "eviction-policy",
+        _choice("leaf-first-lru", "s3-fifo"),
+        "leaf-first-lru",
+        "which blocks go when room is needed: leaf-first-lru or s3-fifo",
+    ),
+    Option(
+        "enable-lfu-admission",
+        read_bool,
+        default=False,
+        help="new blocks stay only when used more often than what they displace (W-TinyLFU before "
+        "leaf-first-lru); for pools that are tiny beside what is asked for",
+    ),
     Option(
         "copy-threads",
         _number(int, 1, 64),

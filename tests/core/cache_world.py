@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from trikv.core.blocks import State
 from trikv.core.cache import Cache
 from trikv.core.plans import Key, Limits, SavePlan
+from trikv.core.policies import DEFAULT, MAKERS
 from trikv.core.words import InstanceName, LeaseId, RequestId, SpaceId, Words
 
 PAGE = 4096
@@ -35,11 +36,34 @@ def words(nodes: list[int]) -> Words:
     return np.array([(node, 0, 0, node) for node in nodes], np.uint64).reshape(-1, 4)
 
 
-def new_cache(entries_max: int = 64, *, pool: int = POOL, **limits: Any) -> Cache:  # noqa: ANN401
-    cache = Cache(pool, SLAB, entries_max=entries_max, seed=1, limits=Limits(**limits))
+def new_cache(
+    entries_max: int = 64,
+    *,
+    pool: int = POOL,
+    policy: str = DEFAULT,
+    **limits: Any,  # noqa: ANN401
+) -> Cache:
+    maker = MAKERS[policy]
+    cache = Cache(
+        pool, SLAB, entries_max=entries_max, seed=1, limits=Limits(**limits), policy=maker
+    )
     for space, pages in PAGES.items():
         cache.open_space(SpaceId(space), tuple(PAGE * count - 7 for count in pages))
     return cache
+
+
+def rows_in(order: Any) -> tuple[set[int], set[int]]:  # noqa: ANN401
+    """Rows that an order of any kind knows, and those of them that it has passed over."""
+    parts = [
+        getattr(order, name) for name in ("_small", "_window", "_main") if hasattr(order, name)
+    ]
+    known: list[int] = []
+    parked: set[int] = set()
+    for part in parts or [order]:
+        known += np.flatnonzero((part._place > 0) | (part._turn != 0)).tolist()
+        parked.update(np.flatnonzero(part._turn > 0).tolist())
+    assert len(set(known)) == len(known) == len(order)
+    return set(known), parked
 
 
 @dataclass(eq=False)
@@ -81,6 +105,7 @@ class Promise:
 class Model:
     """Blocks and promises as they must be."""
 
+    policy = DEFAULT
     memory: dict[int, object]  # the pool: what each 4 KiB unit holds
     lives: dict[tuple[SpaceId, int], Life]  # those that the index knows
     doomed: set[Life]

@@ -20,6 +20,7 @@ from trikv.core.index import Index
 from trikv.core.leases import Lease, Leases
 from trikv.core.pages import Pages
 from trikv.core.plans import Hit, Key, Limits, LoadPlan, SavePlan, SpaceFacts
+from trikv.core.policies import Maker, leaf_first_lru
 from trikv.core.room import Room
 from trikv.core.words import (
     Entries,
@@ -40,14 +41,21 @@ class Cache:
     """All blocks of one pool."""
 
     def __init__(
-        self, capacity_bytes: int, slab_bytes: int, *, entries_max: int, seed: int, limits: Limits
+        self,
+        capacity_bytes: int,
+        slab_bytes: int,
+        *,
+        entries_max: int,
+        seed: int,
+        limits: Limits,
+        policy: Maker = leaf_first_lru,
     ) -> None:
         self.limits = limits
         self.counters = Counters()
         self.pages = Pages(capacity_bytes, slab_bytes)
         self.index = Index(entries_max, seed=seed)
         self.blocks = Blocks(entries_max)
-        self._room = Room(self.pages, self.blocks, self.index, self.counters)
+        self._room = Room(self.pages, self.blocks, self.index, self.counters, policy)
         self.recency = self._room.recency
         self.leases = Leases(
             limits.lease_s, limits.leases_max, int(capacity_bytes * limits.leased_fraction)
@@ -100,8 +108,9 @@ class Cache:
         sealed = self.blocks.state[entries] == SEALED
         hits = entries if bool(sealed.all()) else entries[: int(np.argmin(sealed))]
         chain = self.chains.of(key.instance, key.request, key.space)
+        is_first = chain.length == 0  # a request that asks again is one use of its blocks
         chain.put(0, hits, self.blocks.generation[hits])
-        self._room.touch(facts.shape, hits)
+        self._room.touch(facts.shape, hits, is_use=is_first)
         lease = self._promise(key, facts, hits, now_s=now_s)
         count = len(lease.entries) if lease else 0
         self.counters.query_total += 1

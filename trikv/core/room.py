@@ -11,9 +11,9 @@ import numpy as np
 
 from trikv.core.blocks import Blocks
 from trikv.core.counters import Counters
-from trikv.core.eviction import LeafFirstLru
 from trikv.core.index import Index
 from trikv.core.pages import Pages
+from trikv.core.policies import Ground, Maker, Policy
 from trikv.core.words import Entries, ShapeId, Stamp
 
 
@@ -25,19 +25,24 @@ class Room:
         orders: a shape's blocks, those to evict first in front; sealed blocks only.
     """
 
-    def __init__(self, pages: Pages, blocks: Blocks, index: Index, counters: Counters) -> None:
+    def __init__(
+        self, pages: Pages, blocks: Blocks, index: Index, counters: Counters, maker: Maker
+    ) -> None:
         self.recency = np.full(blocks.capacity, -1, np.int64)
-        self.orders: dict[ShapeId, LeafFirstLru] = {}
+        self.orders: dict[ShapeId, Policy] = {}
         self._seen_at = np.zeros(blocks.capacity, np.int32)  # scratch of `touch`
         self._pages = pages
         self._blocks = blocks
         self._index = index
         self._counters = counters
+        self._maker = maker
         self._stamps = itertools.count(1)
 
     def open(self, shape: ShapeId) -> None:
         """Make a shape known; the same shape may be opened again."""
-        self.orders.setdefault(shape, LeafFirstLru(self.recency))
+        if shape not in self.orders:
+            blocks = min(self._pages.slot_count(shape), self._blocks.capacity)
+            self.orders[shape] = self._maker(Ground(self.recency, blocks, self._index.names_of))
 
     def count(self, shape: ShapeId) -> int:
         """How many blocks of a shape fit without evicting any."""
@@ -81,10 +86,15 @@ class Room:
             slabs = self._pages.slab_of(self._blocks.slot[evictable[:1]])
             self._order_of_slab(slabs.item()).unpark(evictable)
 
-    def touch(self, shape: ShapeId, entries: Entries) -> None:
+    def touch(self, shape: ShapeId, entries: Entries, *, is_use: bool = False) -> None:
         """Sealed blocks, root first, were used or are new: they are the last to go.
 
         An engine may name a block twice in one request; it counts where it stands last.
+
+        Args:
+            shape: of all of them.
+            entries: root first.
+            is_use: True when a request finds them for the first time, which is counted.
         """
         if not bool((entries[1:] > entries[:-1]).all()):  # ascending ones are distinct
             places = np.arange(len(entries), dtype=np.int32)
@@ -92,6 +102,8 @@ class Room:
             entries = entries[self._seen_at[entries] == places]
         if len(entries):
             stamp = Stamp(next(self._stamps))
+            if is_use:
+                self.orders[shape].used(entries)
             self.orders[shape].touch(entries, stamp)
             self._pages.used(self._blocks.slot[entries], stamp)
 
@@ -120,7 +132,7 @@ class Room:
                     return True
         return False
 
-    def _order_of_slab(self, slab: int) -> LeafFirstLru:
+    def _order_of_slab(self, slab: int) -> Policy:
         return self.orders[self._pages.shape_of_slab(slab)]
 
     def _evict(self, victims: Entries) -> None:

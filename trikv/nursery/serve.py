@@ -27,6 +27,7 @@ from trikv.core.cache import Cache
 from trikv.core.engines import Engines
 from trikv.core.pages import PAGE_ALIGN
 from trikv.core.plans import Limits
+from trikv.core.policies import ADMISSION, DEFAULT, MAKERS, Maker
 from trikv.nursery.copiers import Copiers, PoolPlace
 from trikv.nursery.copying import Copying
 from trikv.nursery.guest import Guest
@@ -86,13 +87,31 @@ def pool_bytes_for(settings: Settings) -> int:
     return size
 
 
+def policy_of(settings: Settings) -> Maker:
+    """The order of eviction.
+
+    Raises:
+        SettingError: the frequency filter stands before leaf-first LRU only.
+    """
+    if not settings.enable_lfu_admission:
+        return MAKERS[settings.eviction_policy]
+    if settings.eviction_policy != DEFAULT:
+        raise SettingError(f"--enable-lfu-admission: needs --eviction-policy {DEFAULT}")
+    return MAKERS[ADMISSION]
+
+
 def build(settings: Settings, pool: pools.Pool, guard: FreezeGuard | None) -> Daemon:
     """Wire the parts; opens nothing."""
     rows = settings.max_blocks or min(pool.bytes // PAGE_ALIGN, BLOCKS_MAX)
     limits = Limits(lease_s=settings.lease_seconds, fill_s=settings.fill_seconds)
     slab_bytes = slab_bytes_for(pool.bytes, settings.slab_size)
     cache = Cache(
-        pool.bytes, slab_bytes, entries_max=rows, seed=secrets.randbits(63), limits=limits
+        pool.bytes,
+        slab_bytes,
+        entries_max=rows,
+        seed=secrets.randbits(63),
+        limits=limits,
+        policy=policy_of(settings),
     )
     store = Store(cache, Engines(settings.max_engines), trio.current_time)
     staging_bytes = settings.gpu_staging // 2 // PAGE_ALIGN * PAGE_ALIGN  # a direction
@@ -249,6 +268,7 @@ def main() -> None:
     try:
         settings = config.load(sys.argv[1:], os.environ)
         size = pool_bytes_for(settings)
+        policy_of(settings)
     except SettingError as error:
         print(f"trikv-daemon: {error}", file=sys.stderr)  # noqa: T201  # the one clear line
         sys.exit(EXIT_USAGE)
