@@ -248,8 +248,8 @@ def test_ghosts_know_the_last_ones_only(seed: int) -> None:
         ghosts.add(names[start : start + 20])
     found = ghosts.has(names)
     assert not found[:-64].any()
-    assert found[-64:].sum() >= 36  # some met in one place
-    assert found[-1]
+    assert found[-64:].sum() >= 55  # more than eight may want the same place
+    assert found[-30:].sum() >= 29
 
 
 def test_a_sketch_counts_too_much_seldom_and_too_little_never() -> None:

@@ -227,6 +227,8 @@ class Cache:
         entries = self.index.find(key.space, words)
         absent = np.flatnonzero(entries < 0)
         at_hand = entries[entries >= 0]
+        # Those behind a gap, which the query has not found, are uses as well.
+        self._room.count_uses(facts.shape, entries[max(0, chain.length - first) :])
         reserved = self._reserve(
             key.space, facts, chain, at_hand, words[absent], absent + first, now_s=now_s
         )

@@ -157,7 +157,9 @@ class WindowTinyLfu:
 
     def victims(self, count: int, evictable: Bools) -> Entries:
         """Take out up to `count` entries, as the table says; pinned ones are passed over."""
-        candidates = self._window.take(min(count, max(self._excess(), 0)), evictable)
+        # As many new ones will come as go now, and push out of the window what is there.
+        leaving = self._excess() + count - 1
+        candidates = self._window.take(min(count, max(leaving, 0)), evictable)
         rivals = self._main.take(len(candidates), evictable)
         pairs = len(rivals)
         facing, unrivalled = candidates[:pairs], candidates[pairs:]

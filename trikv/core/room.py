@@ -9,7 +9,7 @@ import itertools
 
 import numpy as np
 
-from trikv.core.blocks import Blocks
+from trikv.core.blocks import SEALED, Blocks
 from trikv.core.counters import Counters
 from trikv.core.index import Index
 from trikv.core.pages import Pages
@@ -106,6 +106,12 @@ class Room:
                 self.orders[shape].used(entries)
             self.orders[shape].touch(entries, stamp)
             self._pages.used(self._blocks.slot[entries], stamp)
+
+    def count_uses(self, shape: ShapeId, entries: Entries) -> None:
+        """A request that had not been counted uses those that are sealed; -1 stands for none."""
+        found = entries[entries >= 0]
+        if len(found):
+            self.orders[shape].used(found[self._blocks.state[found] == SEALED])
 
     def _reclaim_slab(self, shape: ShapeId, *, colder_than: int | None) -> bool:
         """Evict the coldest slab of another shape that nobody holds; False if there is none."""
