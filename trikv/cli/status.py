@@ -16,6 +16,7 @@ from trikv.address import Address
 
 Facts = dict[str, Any]
 KIB = 1024
+MORE_BYTES = 200 << 30  # a point of the curve that is always there
 
 
 class DaemonUnreachableError(Exception):
@@ -98,6 +99,7 @@ def render(facts: Facts) -> list[str]:
         f"leases    {pool['leaseCount']} hold {_size(pool['pinnedBytes'])}",
         f"slabs     {free}, {each} each",
         *_traffic(facts["counters"]),
+        *_insight(facts),
     ]
     lines += ["", f"{'namespace':<10}{'blocks':>9}{'size':>11}{'engines':>9}  label"]
     for row in facts["namespaces"]:
@@ -128,6 +130,26 @@ def _traffic(counters: dict[str, int]) -> list[str]:
         f"{counters['trikv_save_refused_blocks_total']} refused",
         f"evicted   {counters['trikv_evicted_blocks_total']} blocks",
     ]
+
+
+def _insight(facts: Facts) -> list[str]:
+    """What other sizes and orders of eviction would give."""
+    pool_bytes = facts["pool"]["capacityBytes"]
+    points = {row["capacityBytes"]: row["hitRate"] for row in facts["curve"]}
+    if pool_bytes not in points:
+        return []
+    now = points[pool_bytes]
+    shown = [f"{size / pool_bytes:g}x {points[size]:.1%}" for size in sorted(points)]
+    more = points.get(pool_bytes + MORE_BYTES)
+    lines = ["", "sizes     estimated hit rate by size of the pool, of the last hours:"]
+    lines += ["          " + ", ".join(shown[at : at + 4]) for at in range(0, len(shown), 4)]
+    if more is not None:
+        lines.append(f"          +200 GiB would give {100 * (more - now):+.1f} %")
+    if facts["shadows"]:
+        told = {row["policy"]: row["hitRate"] for row in facts["shadows"]}
+        shown = [f"{name.removesuffix('-lru')} {rate:.1%}" for name, rate in told.items()]
+        lines.append("orders    " + ", ".join(shown))
+    return lines
 
 
 def _size(count: int) -> str:

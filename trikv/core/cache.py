@@ -108,16 +108,16 @@ class Cache:
         sealed = self.blocks.state[entries] == SEALED
         hits = entries if bool(sealed.all()) else entries[: int(np.argmin(sealed))]
         chain = self.chains.of(key.instance, key.request, key.space)
-        is_first = chain.length == 0  # a request that asks again is one use of its blocks
+        asked_before, chain.asked_blocks = chain.asked_blocks, max(chain.asked_blocks, len(words))
         chain.put(0, hits, self.blocks.generation[hits])
-        self._room.touch(facts.shape, hits, is_use=is_first)
+        self._room.touch(facts.shape, hits, is_use=asked_before == 0)
         lease = self._promise(key, facts, hits, now_s=now_s)
         count = len(lease.entries) if lease else 0
         self.counters.query_total += 1
         self.counters.query_blocks_total += len(words)
         self.counters.query_hit_blocks_total += count
         self.counters.query_shortened_total += count < len(hits)
-        return Hit(count, lease)
+        return Hit(count, lease, asked_before)
 
     def _promise(self, key: Key, facts: SpaceFacts, hits: Entries, *, now_s: float) -> Lease | None:
         old = self.leases.of_space(key.instance, key.request, key.space)

@@ -20,12 +20,17 @@ HOLE_MAX = 65_536
 
 @dataclass(slots=True)
 class Chain:
-    """Entry numbers of a request's blocks by position, each valid while its generation holds."""
+    """Entry numbers of a request's blocks by position, each valid while its generation holds.
+
+    Attributes:
+        asked_blocks: how many blocks, from the first on, queries of the request have asked for.
+    """
 
     space: SpaceId
     entries: Entries = field(default_factory=lambda: np.empty(0, np.int32))
     generations: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
     length: int = 0
+    asked_blocks: int = 0
 
     def put(self, first: int, entries: Entries, generations: NDArray[np.uint32]) -> None:
         """Remember which entries stand at `first` and after; -1 where none does.

@@ -64,6 +64,11 @@ class Index:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def bytes(self) -> int:
+        """Memory of the columns."""
+        return self._links.nbytes + self._keys.nbytes + self._spaces.nbytes
+
     def find(self, space: SpaceId, hashes: Words) -> Entries:
         """Look up each key for itself.
 

@@ -46,10 +46,16 @@ class SpaceFacts:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Answer to a query."""
+    """Answer to a query.
+
+    Attributes:
+        asked_before: so many of the blocks, from the first on, an earlier query of the request has
+            asked for: whoever counts what engines want does not count these again.
+    """
 
     count: int
     lease: Lease | None
+    asked_before: int
 
 
 @dataclass(frozen=True, slots=True)

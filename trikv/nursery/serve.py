@@ -25,6 +25,7 @@ from trikv import __version__, config
 from trikv.config import SettingError, Settings
 from trikv.core.cache import Cache
 from trikv.core.engines import Engines
+from trikv.core.insight import Insight
 from trikv.core.pages import PAGE_ALIGN
 from trikv.core.plans import Limits
 from trikv.core.policies import ADMISSION, DEFAULT, MAKERS, Maker
@@ -35,7 +36,7 @@ from trikv.nursery.listening import AddressError, bind
 from trikv.nursery.logs import set_up_logging
 from trikv.nursery.memories import Memories
 from trikv.nursery.rpc import Listener
-from trikv.nursery.service import Service, sweep
+from trikv.nursery.service import Service, digest, sweep
 from trikv.nursery.sessions import Sessions
 from trikv.nursery.status import Facts
 from trikv.nursery.store import Store
@@ -113,7 +114,8 @@ def build(settings: Settings, pool: pools.Pool, guard: FreezeGuard | None) -> Da
         limits=limits,
         policy=policy_of(settings),
     )
-    store = Store(cache, Engines(settings.max_engines), trio.current_time)
+    insight = Insight(cache.pages.capacity_bytes)
+    store = Store(cache, Engines(settings.max_engines), trio.current_time, insight=insight)
     staging_bytes = settings.gpu_staging // 2 // PAGE_ALIGN * PAGE_ALIGN  # a direction
     place = PoolPlace(pool.fd, pool.bytes, cache.pages.slab_bytes, staging_bytes)
     copiers = Copiers(place, cuda_refusal())
@@ -155,6 +157,7 @@ async def run_trio(
         )
         back.start_soon(populate, daemon)
         back.start_soon(collect_garbage)
+        back.start_soon(digest, daemon.service.store)
         async with trio.open_nursery() as copies:
             await copies.start(daemon.service.saving.run)
             await copies.start(daemon.service.loading.run)

@@ -15,10 +15,11 @@ from trikv.core.cache import Cache
 from trikv.core.calls import Declare, Load, Named, Query, Register, Save
 from trikv.core.engines import Engines, Instance
 from trikv.core.errors import BadRequestError, KvError, LeaseLostError
+from trikv.core.insight import Insight
 from trikv.core.layout import GroupLayout, Place
 from trikv.core.namespace import NAMESPACES_MAX, Namespace
 from trikv.core.plans import Hit, Key, LoadPlan, SavePlan
-from trikv.core.words import InstanceName, RequestId, SessionId, SpaceId
+from trikv.core.words import InstanceName, RequestId, SessionId, SpaceId, Words
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Store:
     cache: Cache
     engines: Engines
     now_s: Callable[[], float]
+    insight: Insight | None = None  # what other sizes and orders of eviction would give
 
     # -- instances
 
@@ -129,7 +131,10 @@ class Store:
             NotReadyError, BadRequestError: refused.
         """
         key = self._key(name, call.group, call.request)
-        return self.cache.query(key, call.words, now_s=self.now_s())
+        hit = self.cache.query(key, call.words, now_s=self.now_s())
+        if hit.asked_before == 0:
+            self._note(key, call.words, is_ask=True)
+        return hit
 
     def prepare_save(
         self, session: SessionId, name: InstanceName | None, call: Save
@@ -145,7 +150,15 @@ class Store:
         plan = self.cache.prepare_save(
             key, call.words, rank=call.rank, first=call.first, now_s=self.now_s()
         )
+        if call.rank == 0:  # the same blocks on all ranks
+            asked = max(0, plan.chain.asked_blocks - call.first)
+            self._note(key, call.words[asked:], is_ask=False)
         return plan, layout
+
+    def _note(self, key: Key, words: Words, *, is_ask: bool) -> None:
+        if self.insight is not None:
+            block_bytes = self.cache.spaces[key.space].block_bytes
+            self.insight.note(key.space, words, block_bytes, is_ask=is_ask)
 
     def complete_save(self, plan: SavePlan, copied: NDArray[np.bool_], layout: GroupLayout) -> None:
         """The copy has ended."""
