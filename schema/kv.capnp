@@ -256,6 +256,14 @@ struct Status {
   copiers @9 :List(CopierStatus);   # one a GPU that an engine has registered
   curve @10 :List(CurvePoint);      # by capacity; empty before the first query. Old queries fade by the hour
   shadows @11 :List(ShadowStatus);  # what each order of eviction would have given, on a sample
+  tenants @12 :List(TenantStatus);  # with quotas: those that have blocks
+}
+
+struct TenantStatus {
+  name @0 :Text;
+  usedBytes @1 :UInt64;             # pages of its sealed blocks
+  floorBytes @2 :UInt64;            # what others' needs leave it
+  shareBytes @3 :UInt64;            # with more it gives first
 }
 
 struct CurvePoint {

@@ -35,6 +35,7 @@ class Settings:
     max_engines: int
     eviction_policy: str
     enable_lfu_admission: bool
+    quota_file: str | None
     copy_threads: int
     gpu_staging: int
     lease_seconds: float
@@ -171,6 +172,12 @@ OPTIONS: Final = (
         default=False,
         help="new blocks stay only when used more often than what they displace (W-TinyLFU before "
         "leaf-first-lru); for pools that are tiny beside what is asked for",
+    ),
+    Option(
+        "quota-file",
+        str,
+        None,
+        "TOML file with floor and share of the pool by tenant; read again when it changes",
     ),
     Option(
         "copy-threads",

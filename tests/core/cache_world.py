@@ -10,8 +10,10 @@ from trikv.core.blocks import State
 from trikv.core.cache import Cache
 from trikv.core.plans import Key, Limits, SavePlan
 from trikv.core.policies import DEFAULT, MAKERS
+from trikv.core.tenants import Quota, Rules, Tenants
 from trikv.core.words import InstanceName, LeaseId, RequestId, SpaceId, Words
 
+TENANTS = "tenants"  # the default order, with quotas
 PAGE = 4096
 SLAB = 8 * PAGE
 POOL = 4 * SLAB
@@ -43,23 +45,29 @@ def new_cache(
     policy: str = DEFAULT,
     **limits: Any,  # noqa: ANN401
 ) -> Cache:
-    maker = MAKERS[policy]
     cache = Cache(
-        pool, SLAB, entries_max=entries_max, seed=1, limits=Limits(**limits), policy=maker
+        pool,
+        SLAB,
+        entries_max=entries_max,
+        seed=1,
+        limits=Limits(**limits),
+        policy=MAKERS[DEFAULT if policy == TENANTS else policy],
+        tenants=Tenants(pool, Rules(Quota(0.1, 0.4))) if policy == TENANTS else None,
     )
     for space, pages in PAGES.items():
-        cache.open_space(SpaceId(space), tuple(PAGE * count - 7 for count in pages))
+        page_bytes = tuple(PAGE * count - 7 for count in pages)
+        cache.open_space(SpaceId(space), page_bytes, f"tenant {space % 2}")
     return cache
 
 
 def rows_in(order: Any) -> tuple[set[int], set[int]]:  # noqa: ANN401
     """Rows that an order of any kind knows, and those of them that it has passed over."""
-    parts = [
-        getattr(order, name) for name in ("_small", "_window", "_main") if hasattr(order, name)
-    ]
+    names = ("_small", "_window", "_main")
+    parts = [getattr(order, name) for name in names if hasattr(order, name)]
+    parts += getattr(order, "_orders", {}).values()
     known: list[int] = []
     parked: set[int] = set()
-    for part in parts or [order]:
+    for part in parts if parts or hasattr(order, "_orders") else [order]:
         known += np.flatnonzero((part._place > 0) | (part._turn != 0)).tolist()
         parked.update(np.flatnonzero(part._turn > 0).tolist())
     assert len(set(known)) == len(known) == len(order)

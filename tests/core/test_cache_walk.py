@@ -4,7 +4,7 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-from cache_world import LEASE_S, PAGES, TREE, Who
+from cache_world import LEASE_S, PAGES, TENANTS, TREE, Who
 from hypothesis import settings
 from test_cache import CacheMachine
 
@@ -84,7 +84,7 @@ WEIGHTS: dict[Callable[[CacheMachine, Random], None], int] = {
 }
 
 
-@pytest.mark.parametrize("policy", sorted(MAKERS))
+@pytest.mark.parametrize("policy", [*MAKERS, TENANTS])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_long_walk_ends_as_it_began(seed: int, policy: str) -> None:
     random = Random(seed)

@@ -20,6 +20,7 @@ GOOD: dict[str, tuple[str, object, str, object]] = {  # two values of each: text
     "max-engines": ("1", 1, "4096", 4096),
     "eviction-policy": ("s3-fifo", "s3-fifo", "leaf-first-lru", "leaf-first-lru"),
     "enable-lfu-admission": ("true", True, "no", False),
+    "quota-file": ("/q.toml", "/q.toml", "q", "q"),
     "copy-threads": ("1", 1, "64", 64),
     "gpu-staging": ("1mb", 1 << 20, "2gb", 2 << 30),
     "lease-seconds": ("1", 1.0, "3600", 3600.0),
@@ -74,7 +75,7 @@ def refusal(arguments: list[str], environ: dict[str, str]) -> str:
 def test_each_setting_is_an_option_and_is_tried_here() -> None:
     assert [option.key for option in OPTIONS] == [field.name for field in fields(Settings)]
     assert GOOD.keys() == BY_NAME.keys()
-    assert BAD.keys() == BY_NAME.keys() - {"addr"}
+    assert BAD.keys() == BY_NAME.keys() - {"addr", "quota-file"}
 
 
 def test_without_sources_all_are_defaults() -> None:

@@ -108,6 +108,7 @@ def render(facts: Facts) -> list[str]:
             f"{row['fingerprint'][:8]:<10}{row['blockCount']:>9}{size:>11}"
             f"{row['engineCount']:>9}  {label}"
         )
+    lines += _tenants(facts["tenants"])
     lines += ["", f"{'engine':<38}{'namespace':<11}{'ranks':<7}state"]
     for row in facts["engines"]:
         ranks = f"{row['ranksRegistered']}/{row['rankCount']}"
@@ -130,6 +131,18 @@ def _traffic(counters: dict[str, int]) -> list[str]:
         f"{counters['trikv_save_refused_blocks_total']} refused",
         f"evicted   {counters['trikv_evicted_blocks_total']} blocks",
     ]
+
+
+def _tenants(rows: list[Facts]) -> list[str]:
+    """Who has how much, with quotas."""
+    if not rows:
+        return []
+    lines = ["", f"{'tenant':<38}{'used':>12}{'floor':>12}{'share':>12}"]
+    for row in rows:
+        used, floor, share = (_size(row[f"{what}Bytes"]) for what in ("used", "floor", "share"))
+        name = _cut(row["name"] or "(no name)", 37)
+        lines.append(f"{name:<38}{used:>12}{floor:>12}{share:>12}")
+    return lines
 
 
 def _insight(facts: Facts) -> list[str]:

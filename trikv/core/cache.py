@@ -22,6 +22,7 @@ from trikv.core.pages import Pages
 from trikv.core.plans import Hit, Key, Limits, LoadPlan, SavePlan, SpaceFacts
 from trikv.core.policies import Maker, leaf_first_lru
 from trikv.core.room import Room
+from trikv.core.tenants import Tenants
 from trikv.core.words import (
     Entries,
     InstanceName,
@@ -49,13 +50,16 @@ class Cache:
         seed: int,
         limits: Limits,
         policy: Maker = leaf_first_lru,
+        tenants: Tenants | None = None,
     ) -> None:
         self.limits = limits
         self.counters = Counters()
         self.pages = Pages(capacity_bytes, slab_bytes)
         self.index = Index(entries_max, seed=seed)
         self.blocks = Blocks(entries_max)
-        self._room = Room(self.pages, self.blocks, self.index, self.counters, policy)
+        self.tenants = tenants
+        parts = (self.pages, self.blocks, self.index, self.counters)
+        self._room = Room(*parts, maker=policy, tenants=tenants)
         self.recency = self._room.recency
         self.leases = Leases(
             limits.lease_s, limits.leases_max, int(capacity_bytes * limits.leased_fraction)
@@ -70,19 +74,23 @@ class Cache:
 
     # -- spaces
 
-    def open_space(self, space: SpaceId, page_bytes: tuple[int, ...]) -> None:
-        """Make a space known; the same space may be opened again.
+    def open_space(self, space: SpaceId, page_bytes: tuple[int, ...], tenant: str = "") -> None:
+        """Make a space known, and whose it is; the same space may be opened again.
 
         Raises:
             BadRequestError: a block does not fit a slab.
         """
         shape = self.pages.add_shape(page_bytes)
         self._room.open(shape)
+        if self.tenants is not None:
+            self.tenants.assign(space, tenant)
         self.spaces[space] = SpaceFacts(shape, len(page_bytes), self.pages.slot_bytes(shape))
 
     def close_space(self, space: SpaceId) -> None:
         """Forget a space that has no blocks, doomed ones included; unknown ones are fine."""
         self.spaces.pop(space, None)
+        if self.tenants is not None:
+            self.tenants.forget(space)
 
     def drop_space(self, space: SpaceId) -> int:
         """Forget all blocks of a space (a scan of the columns); returns how many left the index."""
@@ -329,11 +337,8 @@ class Cache:
             found = at_hand[self.blocks.state[at_hand] == SEALED]
             kin = np.unique(np.concatenate((self._live(chain), found)))
             self.blocks.pin(kin)
-            self._room.make(
-                facts.shape,
-                count,
-                batch=min(EVICT_BATCH, 1 + self.pages.capacity_bytes // (16 * facts.block_bytes)),
-            )
+            batch = min(EVICT_BATCH, 1 + self.pages.capacity_bytes // (16 * facts.block_bytes))
+            self._room.make(facts.shape, count, batch=batch, space=space)
             self._room.unpin(kin)
         slots = self.pages.allocate(facts.shape, min(count, self.blocks.unused_count))
         if len(slots) == 0:

@@ -14,7 +14,8 @@ from trikv.core.counters import Counters
 from trikv.core.index import Index
 from trikv.core.pages import Pages
 from trikv.core.policies import Ground, Maker, Policy
-from trikv.core.words import Entries, ShapeId, Stamp
+from trikv.core.tenants import TenantOrders, Tenants
+from trikv.core.words import Entries, ShapeId, SpaceId, Stamp
 
 
 class Room:
@@ -26,7 +27,14 @@ class Room:
     """
 
     def __init__(
-        self, pages: Pages, blocks: Blocks, index: Index, counters: Counters, maker: Maker
+        self,
+        pages: Pages,
+        blocks: Blocks,
+        index: Index,
+        counters: Counters,
+        *,
+        maker: Maker,
+        tenants: Tenants | None = None,
     ) -> None:
         self.recency = np.full(blocks.capacity, -1, np.int64)
         self.orders: dict[ShapeId, Policy] = {}
@@ -36,19 +44,33 @@ class Room:
         self._index = index
         self._counters = counters
         self._maker = maker
+        self._tenants = tenants
         self._stamps = itertools.count(1)
 
     def open(self, shape: ShapeId) -> None:
         """Make a shape known; the same shape may be opened again."""
         if shape not in self.orders:
             blocks = min(self._pages.slot_count(shape), self._blocks.capacity)
-            self.orders[shape] = self._maker(Ground(self.recency, blocks, self._index.names_of))
+            ground = Ground(self.recency, blocks, self._index.names_of)
+            self.orders[shape] = self._new_order(shape, ground)
+
+    def _new_order(self, shape: ShapeId, ground: Ground) -> Policy:
+        if self._tenants is None:
+            return self._maker(ground)
+        return TenantOrders(
+            self._tenants,
+            self._maker,
+            ground,
+            space=self._blocks.space,
+            replica=self._blocks.replica,
+            block_bytes=self._pages.slot_bytes(shape),
+        )
 
     def count(self, shape: ShapeId) -> int:
         """How many blocks of a shape fit without evicting any."""
         return min(self._pages.free_count(shape), self._blocks.unused_count)
 
-    def make(self, shape: ShapeId, count: int, *, batch: int) -> None:
+    def make(self, shape: ShapeId, count: int, *, batch: int, space: SpaceId) -> None:
         """Evict until `count` blocks of a shape fit, or nothing more can be evicted.
 
         A whole slab of another shape goes first when all its blocks are colder than ours: so a pool
@@ -58,7 +80,10 @@ class Room:
             shape: whose blocks want room.
             count: of blocks, those that fit already included.
             batch: blocks evicted at once at least, where there are so many.
+            space: theirs; with quotas its tenant matters.
         """
+        if self._tenants is not None:
+            self._tenants.asking = self._tenants.of(space)
         order = self.orders[shape]
         while (missing := count - self.count(shape)) > 0:
             coldest = order.coldest()
@@ -119,12 +144,18 @@ class Room:
             if colder_than is not None and self._pages.newest_use[slab] >= colder_than:
                 return False
             entries = self._pages.entries_in_slab(slab)
-            if bool(self._blocks.evictable[entries].all()):
+            if bool(self._blocks.evictable[entries].all()) and self._may_lose(slab, entries):
                 self._order_of_slab(slab).forget(entries)
                 self._evict(entries)
                 self._counters.reclaimed_slabs_total += 1
                 return True
         return False
+
+    def _may_lose(self, slab: int, entries: Entries) -> bool:
+        order = self._order_of_slab(slab)
+        if self._tenants is None or not isinstance(order, TenantOrders):
+            return True
+        return self._tenants.may_lose(order.tenants_of(entries), order.block_bytes)
 
     def _evict_any(self, shape: ShapeId, count: int, batch: int) -> bool:
         """When rows, not pages, are short: evict from the other shapes' orders."""

@@ -29,12 +29,14 @@ from trikv.core.insight import Insight
 from trikv.core.pages import PAGE_ALIGN
 from trikv.core.plans import Limits
 from trikv.core.policies import ADMISSION, DEFAULT, MAKERS, Maker
+from trikv.core.tenants import Tenants
 from trikv.nursery.copiers import Copiers, PoolPlace
 from trikv.nursery.copying import Copying
 from trikv.nursery.guest import Guest
 from trikv.nursery.listening import AddressError, bind
 from trikv.nursery.logs import set_up_logging
 from trikv.nursery.memories import Memories
+from trikv.nursery.quotas import read_rules, watch
 from trikv.nursery.rpc import Listener
 from trikv.nursery.service import Service, digest, sweep
 from trikv.nursery.sessions import Sessions
@@ -101,6 +103,17 @@ def policy_of(settings: Settings) -> Maker:
     return MAKERS[ADMISSION]
 
 
+def tenants_of(settings: Settings, pool_bytes: int) -> Tenants | None:
+    """Quotas, when there is a file of them.
+
+    Raises:
+        SettingError: the file cannot be used.
+    """
+    if settings.quota_file is None:
+        return None
+    return Tenants(pool_bytes, read_rules(settings.quota_file))
+
+
 def build(settings: Settings, pool: pools.Pool, guard: FreezeGuard | None) -> Daemon:
     """Wire the parts; opens nothing."""
     rows = settings.max_blocks or min(pool.bytes // PAGE_ALIGN, BLOCKS_MAX)
@@ -113,6 +126,7 @@ def build(settings: Settings, pool: pools.Pool, guard: FreezeGuard | None) -> Da
         seed=secrets.randbits(63),
         limits=limits,
         policy=policy_of(settings),
+        tenants=tenants_of(settings, pool.bytes),
     )
     insight = Insight(cache.pages.capacity_bytes)
     store = Store(cache, Engines(settings.max_engines), trio.current_time, insight=insight)
@@ -158,6 +172,9 @@ async def run_trio(
         back.start_soon(populate, daemon)
         back.start_soon(collect_garbage)
         back.start_soon(digest, daemon.service.store)
+        tenants = daemon.service.store.cache.tenants
+        if tenants is not None and daemon.settings.quota_file is not None:
+            back.start_soon(watch, daemon.settings.quota_file, tenants)
         async with trio.open_nursery() as copies:
             await copies.start(daemon.service.saving.run)
             await copies.start(daemon.service.loading.run)
@@ -272,6 +289,7 @@ def main() -> None:
         settings = config.load(sys.argv[1:], os.environ)
         size = pool_bytes_for(settings)
         policy_of(settings)
+        tenants_of(settings, size)
     except SettingError as error:
         print(f"trikv-daemon: {error}", file=sys.stderr)  # noqa: T201  # the one clear line
         sys.exit(EXIT_USAGE)

@@ -45,6 +45,7 @@ def write_status(status: Any, service: Service, facts: Facts) -> None:
     _write_namespaces(status, service)
     _write_engines(status, service)
     _write_insight(status, service)
+    _write_tenants(status, service)
     counters = service.store.cache.counters.items()
     rows = status.init("counters", len(counters))
     for row, (name, value) in zip(rows, counters, strict=True):
@@ -127,3 +128,12 @@ def _write_insight(status: Any, service: Service) -> None:
         status.init("shadows", len(rates)), rates.items(), strict=True
     ):
         row.policy, row.hitRate = policy, hit_rate
+
+
+def _write_tenants(status: Any, service: Service) -> None:
+    tenants = service.store.cache.tenants
+    rows = list(tenants.rows()) if tenants is not None else []
+    for row, (name, used, floor, share) in zip(
+        status.init("tenants", len(rows)), rows, strict=True
+    ):
+        row.name, row.usedBytes, row.floorBytes, row.shareBytes = name, used, floor, share

@@ -93,7 +93,7 @@ class Store:
 
     def _open_spaces(self, namespace: Namespace) -> None:
         for space, page_bytes in zip(namespace.spaces, namespace.pages, strict=True):
-            self.cache.open_space(space, page_bytes)
+            self.cache.open_space(space, page_bytes, namespace.tenant)
 
     def _forget_namespace(self, namespace: Namespace) -> None:
         """Drop a namespace that has neither engines nor blocks."""
