@@ -36,6 +36,8 @@ class Settings:
     eviction_policy: str
     enable_lfu_admission: bool
     quota_file: str | None
+    record_trace: str | None
+    trace_block_tokens: int
     copy_threads: int
     gpu_staging: int
     lease_seconds: float
@@ -178,6 +180,18 @@ OPTIONS: Final = (
         str,
         None,
         "TOML file with floor and share of the pool by tenant; read again when it changes",
+    ),
+    Option(
+        "record-trace",
+        str,
+        None,
+        "file for what engines ask for and save, without content, for `trikv replay`; at most 1gb",
+    ),
+    Option(
+        "trace-block-tokens",
+        _number(int, 1, 1 << 20),
+        16,
+        "tokens of a block, as the recorded trace says",
     ),
     Option(
         "copy-threads",

@@ -21,6 +21,8 @@ GOOD: dict[str, tuple[str, object, str, object]] = {  # two values of each: text
     "eviction-policy": ("s3-fifo", "s3-fifo", "leaf-first-lru", "leaf-first-lru"),
     "enable-lfu-admission": ("true", True, "no", False),
     "quota-file": ("/q.toml", "/q.toml", "q", "q"),
+    "record-trace": ("/t.jsonl", "/t.jsonl", "t", "t"),
+    "trace-block-tokens": ("1", 1, "1048576", 1 << 20),
     "copy-threads": ("1", 1, "64", 64),
     "gpu-staging": ("1mb", 1 << 20, "2gb", 2 << 30),
     "lease-seconds": ("1", 1.0, "3600", 3600.0),
@@ -39,6 +41,7 @@ BAD: dict[str, list[str]] = {
     "max-engines": ["0", "4097", "-1"],
     "eviction-policy": ["lru", "S3-FIFO"],
     "enable-lfu-admission": ["2", "lfu"],
+    "trace-block-tokens": ["0", "1048577", "x"],
     "copy-threads": ["0", "65", "two"],
     "gpu-staging": ["1023kb", "much"],
     "lease-seconds": ["0.99", "3600.1", "nan", "inf", "-inf", "1s"],
@@ -75,7 +78,7 @@ def refusal(arguments: list[str], environ: dict[str, str]) -> str:
 def test_each_setting_is_an_option_and_is_tried_here() -> None:
     assert [option.key for option in OPTIONS] == [field.name for field in fields(Settings)]
     assert GOOD.keys() == BY_NAME.keys()
-    assert BAD.keys() == BY_NAME.keys() - {"addr", "quota-file"}
+    assert BAD.keys() == BY_NAME.keys() - {"addr", "quota-file", "record-trace"}
 
 
 def test_without_sources_all_are_defaults() -> None:

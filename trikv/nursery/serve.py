@@ -37,6 +37,7 @@ from trikv.nursery.listening import AddressError, bind
 from trikv.nursery.logs import set_up_logging
 from trikv.nursery.memories import Memories
 from trikv.nursery.quotas import read_rules, watch
+from trikv.nursery.recording import Recorder
 from trikv.nursery.rpc import Listener
 from trikv.nursery.service import Service, digest, sweep
 from trikv.nursery.sessions import Sessions
@@ -129,7 +130,8 @@ def build(settings: Settings, pool: pools.Pool, guard: FreezeGuard | None) -> Da
         tenants=tenants_of(settings, pool.bytes),
     )
     insight = Insight(cache.pages.capacity_bytes)
-    store = Store(cache, Engines(settings.max_engines), trio.current_time, insight=insight)
+    recorder = Recorder(settings.record_trace) if settings.record_trace else None
+    store = Store(cache, Engines(settings.max_engines), trio.current_time, insight, recorder)
     staging_bytes = settings.gpu_staging // 2 // PAGE_ALIGN * PAGE_ALIGN  # a direction
     place = PoolPlace(pool.fd, pool.bytes, cache.pages.slab_bytes, staging_bytes)
     copiers = Copiers(place, cuda_refusal())
@@ -171,10 +173,7 @@ async def run_trio(
         )
         back.start_soon(populate, daemon)
         back.start_soon(collect_garbage)
-        back.start_soon(digest, daemon.service.store)
-        tenants = daemon.service.store.cache.tenants
-        if tenants is not None and daemon.settings.quota_file is not None:
-            back.start_soon(watch, daemon.settings.quota_file, tenants)
+        start_watching(back, daemon)
         async with trio.open_nursery() as copies:
             await copies.start(daemon.service.saving.run)
             await copies.start(daemon.service.loading.run)
@@ -186,6 +185,16 @@ async def run_trio(
                 copies.start_soon(stop_copies, daemon.service, deadline_s)
             copies.cancel_scope.cancel()
         back.cancel_scope.cancel()
+
+
+def start_watching(nursery: trio.Nursery, daemon: Daemon) -> None:
+    """What looks on and serves no call."""
+    store, settings = daemon.service.store, daemon.settings
+    nursery.start_soon(digest, store)
+    if store.cache.tenants is not None and settings.quota_file is not None:
+        nursery.start_soon(watch, settings.quota_file, store.cache.tenants)
+    if store.recorder is not None:
+        nursery.start_soon(store.recorder.run, settings.trace_block_tokens)
 
 
 async def stop_copies(service: Service, deadline_s: float) -> None:

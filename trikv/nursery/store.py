@@ -20,6 +20,7 @@ from trikv.core.layout import GroupLayout, Place
 from trikv.core.namespace import NAMESPACES_MAX, Namespace
 from trikv.core.plans import Hit, Key, LoadPlan, SavePlan
 from trikv.core.words import InstanceName, RequestId, SessionId, SpaceId, Words
+from trikv.nursery.recording import Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Store:
     engines: Engines
     now_s: Callable[[], float]
     insight: Insight | None = None  # what other sizes and orders of eviction would give
+    recorder: Recorder | None = None
 
     # -- instances
 
@@ -133,7 +135,7 @@ class Store:
         key = self._key(name, call.group, call.request)
         hit = self.cache.query(key, call.words, now_s=self.now_s())
         if hit.asked_before == 0:
-            self._note(key, call.words, is_ask=True)
+            self._note(key, call.words, None)
         return hit
 
     def prepare_save(
@@ -152,13 +154,16 @@ class Store:
         )
         if call.rank == 0:  # the same blocks on all ranks
             asked = max(0, plan.chain.asked_blocks - call.first)
-            self._note(key, call.words[asked:], is_ask=False)
+            self._note(key, call.words[asked:], call.first + asked)
         return plan, layout
 
-    def _note(self, key: Key, words: Words, *, is_ask: bool) -> None:
+    def _note(self, key: Key, words: Words, first: int | None) -> None:
+        """Show a request's blocks, asked for or saved at `first`, to those who watch."""
         if self.insight is not None:
             block_bytes = self.cache.spaces[key.space].block_bytes
-            self.insight.note(key.space, words, block_bytes, is_ask=is_ask)
+            self.insight.note(key.space, words, block_bytes, is_ask=first is None)
+        if self.recorder is not None:
+            self.recorder.note(self.now_s(), key.instance, key.space, words, first)
 
     def complete_save(self, plan: SavePlan, copied: NDArray[np.bool_], layout: GroupLayout) -> None:
         """The copy has ended."""
