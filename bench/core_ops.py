@@ -127,6 +127,7 @@ class Whole:
         """A request that finds its blocks, gets a lease on them, and ends."""
         key = self._new_request()
         hit = self.cache.query(key, hashes, now_s=self.now_s)
+        self.cache.settle()
         self.cache.release(key.instance, key.request)
         return hit.count
 

@@ -150,12 +150,13 @@ class GpuEngine:
     def equal(self, first: list[int], second: list[int]) -> bool:
         """Whether two sets of blocks hold the same bytes, on all layers."""
         return all(
-            torch.equal(_rows(one, self.blocks, first), _rows(one, self.blocks, second))
+            torch.equal(rows(one, self.blocks, first), rows(one, self.blocks, second))
             for one in self.tensors.values()
         )
 
 
-def _rows(tensor: torch.Tensor, blocks: int, ids: list[int]) -> torch.Tensor:
+def rows(tensor: torch.Tensor, blocks: int, ids: list[int]) -> torch.Tensor:
+    """The bytes of some blocks of one layer; as bytes, because NaN differs from itself."""
     where = list(tensor.shape).index(blocks)
     words = tensor if tensor.dtype is not torch.float8_e4m3fn else tensor.view(torch.uint8)
     picked = words.index_select(where, torch.tensor(ids, device="cuda"))
@@ -163,9 +164,10 @@ def _rows(tensor: torch.Tensor, blocks: int, ids: list[int]) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def gpu_engine(address: str, layout: str, blocks: int) -> Iterator[GpuEngine]:
-    """Allocate, register and declare."""
-    tensors = LAYOUTS[layout](blocks)
+def gpu_engine(
+    address: str, tensors: Tensors, blocks: int, *, model: str = "bench"
+) -> Iterator[GpuEngine]:
+    """Register tensors as one rank's, and declare its engine."""
     torch.cuda.synchronize()
     page = {name: one.numel() // blocks * one.element_size() for name, one in tensors.items()}
     name = f"bench-{os.getpid()}-{time.monotonic_ns()}"
@@ -174,7 +176,7 @@ def gpu_engine(address: str, layout: str, blocks: int) -> Iterator[GpuEngine]:
     worker_client, scheduler_client = Client(settings, log), Client(settings, log)
     worker = WorkerHalf(Calls(worker_client), log)
     worker.register(name, 0, tensors, blocks, page)
-    fields = [{"name": "model", "value": f"bench {layout}"}]
+    fields = [{"name": "model", "value": model}]
     declared = {"name": name, "rankCount": 1, "fields": fields}
     scheduler_client.start(Introduction("declare", lambda: {"instance": declared}))
     try:
@@ -189,8 +191,6 @@ def gpu_engine(address: str, layout: str, blocks: int) -> Iterator[GpuEngine]:
     finally:
         scheduler_client.close()
         worker_client.close()
-        del tensors
-        torch.cuda.empty_cache()
 
 
 def compute(pipe: Connection) -> None:

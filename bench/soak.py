@@ -81,7 +81,7 @@ class Load:
             attached = engine.worker.attached
             assert attached is not None
             job = LoadJob(name, answer.lease, 0, pack(blocks[: answer.hit_count]))
-            failed = engine.worker.load(job, attached, 10.0).result(30)
+            failed = engine.worker.load(job, attached, 10.0, 0).result(30)
             self.calls += 1
             done = answer.hit_count if not failed else min(failed)
             rows = engine.memory[blocks[:done]].view(np.uint64)
@@ -91,7 +91,7 @@ class Load:
         engine.memory[blocks[done:]] = computed.view(np.uint8)
         if done < count and self.random.random() < KEPT:
             save = SaveJob(0, name, done, 32, blob[32 * done :], pack(blocks[done:]))
-            engine.worker.save(save, 0, 0).result(30)
+            engine.worker.save(save, 0, 0, 0).result(30)
             self.calls += 1
         engine.scheduler.release([name])
         self.calls += 1

@@ -4,12 +4,12 @@
         [--load] [--plot FILE]
 
 A daemon with a copier, and an engine process with real KV tensors, through the connector's own
-worker. `save` and `load` are the copier's: from the arrival of the order to the last byte, the mean
-of all rounds; `with its call` is what the engine sees, from the call to the answer. Blocks are drawn at random, anew in each round, and
-the pool is full and churned after the first rounds. The base is one copy of as many bytes between a
-plain buffer and registered memory, taken in turns with ours. Bytes are compared on the GPU in every
-case. `--load`: the same while another process multiplies matrices, with its speed beside what it
-has alone.
+worker. `save` and `load` are the copier's: from the arrival of the order to the last byte, the
+mean of all rounds; `with its call` is what the engine sees, from the call to the answer. Blocks
+are drawn at random, anew in each round, and the pool is full and churned after the first rounds.
+The base is one copy of as many bytes between a plain buffer and registered memory, taken in turns
+with ours. Bytes are compared on the GPU in every case. `--load`: the same while another process
+multiplies matrices, with its speed beside what it has alone.
 """
 
 import argparse
@@ -139,7 +139,8 @@ def measure(args: argparse.Namespace) -> Iterator[Line]:
         for layout in names:
             page = sum(one.numel() * one.element_size() for one in LAYOUTS[layout](1).values())
             blocks = 2 * max(sizes) * (1 << 20) // page + 64
-            with gpu_engine(address, layout, blocks) as engine:
+            tensors = LAYOUTS[layout](blocks)
+            with gpu_engine(address, tensors, blocks, model=layout) as engine:
                 wait_for_pool(address)
                 for mebibytes in sizes:
                     count = max(1, mebibytes * (1 << 20) // page)
@@ -148,6 +149,8 @@ def measure(args: argparse.Namespace) -> Iterator[Line]:
                     yield from lines_of(times, case, size, idle_target(mebibytes))
                 if args.load:
                     yield from loaded(engine, ceiling, engine_load, layout, page)
+            del tensors, engine
+            torch.cuda.empty_cache()
 
 
 def loaded(
@@ -158,25 +161,25 @@ def loaded(
     size, case = count * page, f"{layout}, 1024 MiB, busy"
     is_contiguous = layout == "block outermost"
     target, kept = (0.95, 0.97) if is_contiguous else (0.90, 0.95)
-    alone = load.during(lambda: time.sleep(LOADED_S))
     ids = random.Random(case).sample(range(engine.blocks), 2 * count)
     for name in ("save", "load"):
-        taken: list[float] = []
+        alone = load.during(lambda: time.sleep(LOADED_S))
         base = [ceiling.seconds(size, into_engine=name == "load") for _ in range(5)]
         engine.save(f"{case}/first", ids[:count])
+        before, counts = copied_s(engine.address)[name], [0]
 
-        def repeat(name: str = name, taken: list[float] = taken) -> None:
+        def repeat(name: str = name, counts: list[int] = counts) -> None:
             until_s = time.perf_counter() + LOADED_S
-            number = 0
             while time.perf_counter() < until_s:
+                counts[0] += 1
                 if name == "save":
-                    taken.append(engine.save(f"{case}/{time.monotonic_ns()}", ids[:count]))
+                    engine.save(f"{case}/{time.monotonic_ns()}", ids[:count])
                 else:
-                    taken.append(engine.load(f"{case}/first", ids[count:])[1])
-                number += 1
+                    engine.load(f"{case}/first", ids[count:])
 
         rate = load.during(repeat)
-        speed, best = (size / statistics.median(one) / 1e9 for one in (taken, base))
+        speed = size * counts[0] / (copied_s(engine.address)[name] - before) / 1e9
+        best = size / statistics.median(base) / 1e9
         yield Line(case, name, speed, "GB/s", target, best, more_is_better=True)
         yield Line(case, f"engine during {name}", rate, "TFLOP/s", kept, alone, more_is_better=True)
 

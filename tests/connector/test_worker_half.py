@@ -102,10 +102,10 @@ def test_a_load_that_cannot_be_sent_does_not_stop_the_others(
     rank = Rank()
     load = rank.calls.load
 
-    def picky(job: LoadJob, via: Any, budget_s: float) -> Any:
+    def picky(job: LoadJob, via: Any, budget_s: float, event: int) -> Any:
         if job.request == "a":
             raise MemoryError
-        return load(job, via, budget_s)
+        return load(job, via, budget_s, event)
 
     monkeypatch.setattr(rank.calls, "load", picky)
     jobs = [LoadJob(name, 5, 0, pack([i])) for i, name in enumerate("abc", 1)]

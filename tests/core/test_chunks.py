@@ -9,50 +9,69 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trikv.core.chunks import AGING_BYTES_S, Ring, cut, next_copy, page_runs, piece_runs
+from trikv.core.chunks import (
+    AGING_BYTES_S,
+    Ring,
+    chunk_blocks,
+    next_copy,
+    page_runs,
+    piece_runs,
+    sort,
+)
 
 PAGE = 16
 SLAB = 5 * PAGE
 
 
-@given(
-    pages=st.lists(st.integers(0, 60), min_size=1, max_size=60, unique=True),
-    chunk_pages=st.integers(0, 20),
-)
-def test_every_block_is_in_one_chunk_in_the_pool_s_order(
-    pages: list[int], chunk_pages: int
-) -> None:
+@given(pages=st.lists(st.integers(0, 60), min_size=1, max_size=60, unique=True))
+def test_blocks_move_in_the_pool_s_order(pages: list[int]) -> None:
     offsets = np.array(pages, np.int64) * PAGE
     blocks = np.array(pages, np.int32) + 1000
-    got = cut(blocks, offsets, page_bytes=PAGE, chunk_bytes=chunk_pages * PAGE)
+    got = sort(blocks, offsets, page_bytes=PAGE, slab_bytes=SLAB)
     assert got.offsets.tolist() == sorted(offsets.tolist())
     assert got.blocks.tolist() == [offset // PAGE + 1000 for offset in got.offsets.tolist()]
     assert blocks[got.order].tolist() == got.blocks.tolist()
-    sizes = np.diff(got.starts).tolist()
-    assert sum(sizes) == len(pages)
-    assert got.starts[0] == 0
+
+
+@given(count=st.integers(1, 500), chunk_pages=st.integers(0, 40))
+def test_chunks_are_never_empty_nor_too_large(count: int, chunk_pages: int) -> None:
+    started, sizes = 0, []
+    while started < count:
+        sizes.append(chunk_blocks(started, page_bytes=PAGE, chunk_bytes=chunk_pages * PAGE))
+        started += sizes[-1]
+    assert min(sizes) >= 1
     assert max(sizes) <= max(1, chunk_pages)
-    assert min(sizes) > 0
-    assert got.chunk_count == len(sizes)
+    assert sizes == sorted(sizes)
 
 
 def test_the_first_chunks_are_smaller() -> None:
-    offsets = np.arange(64, dtype=np.int64) * PAGE
-    got = cut(np.arange(64, dtype=np.int32), offsets, page_bytes=PAGE, chunk_bytes=16 * PAGE)
-    assert np.diff(got.starts).tolist() == [2, 4, 8, 16, 16, 16, 2]
+    started, sizes = 0, []
+    while started < 80:
+        sizes.append(chunk_blocks(started, page_bytes=PAGE, chunk_bytes=16 * PAGE))
+        started += sizes[-1]
+    assert sizes == [4, 4, 8, 16, 16, 16, 16]
 
 
-@given(pages=st.lists(st.integers(0, 60), min_size=1, max_size=60, unique=True))
-def test_page_runs_cover_the_pages_and_stay_in_their_slab(pages: list[int]) -> None:
-    offsets = np.array(sorted(pages), np.int64) * PAGE
-    runs = page_runs(offsets, page_bytes=PAGE, slab_bytes=SLAB).tolist()
-    covered = [
-        (index + n, start + n * PAGE) for index, start, size in runs for n in range(size // PAGE)
-    ]
-    assert covered == list(enumerate(offsets.tolist()))
-    assert all(start // SLAB == (start + size - 1) // SLAB for _, start, size in runs)
-    joints = [(a[1] + a[2], b[1]) for a, b in pairwise(runs)]
-    assert all(end != begin or begin % SLAB == 0 for end, begin in joints), "neighbours meet"
+@given(
+    pages=st.lists(st.integers(0, 60), min_size=1, max_size=60, unique=True), cut=st.integers(0, 60)
+)
+def test_page_runs_cover_the_pages_and_stay_in_their_slab(pages: list[int], cut: int) -> None:
+    whole = np.array(sorted(pages), np.int64) * PAGE
+    heads = sort(whole.astype(np.int32), whole, page_bytes=PAGE, slab_bytes=SLAB).heads
+    for part in (slice(0, cut), slice(cut, None)):
+        offsets = whole[part]
+        if not len(offsets):
+            continue
+        runs = page_runs(offsets, heads[part], page_bytes=PAGE).tolist()
+        covered = [
+            (before // PAGE + n, start + n * PAGE)
+            for before, start, size in runs
+            for n in range(size // PAGE)
+        ]
+        assert covered == list(enumerate(offsets.tolist()))
+        assert all(start // SLAB == (start + size - 1) // SLAB for _, start, size in runs)
+        joints = [(a[1] + a[2], b[1]) for a, b in pairwise(runs)]
+        assert all(end != begin or begin % SLAB == 0 for end, begin in joints), "neighbours meet"
 
 
 @given(

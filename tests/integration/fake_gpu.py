@@ -15,11 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from trikv.core.chunks import Cut, cut
-from trikv.core.words import Offsets
+from trikv.core.chunks import Sorted, sort
 from trikv.tiers.copier import AttachError, serve
 from trikv.tiers.frames import AttachOrder, CopyOrder, Direction, pack_facts
 
@@ -60,12 +56,12 @@ class FakeMapped:
         at, offset = self.events[event - 1]
         return at[offset] != 0
 
-    def cut(self, order: CopyOrder) -> Cut:
-        page = -(-self.block_bytes(order.group) // 4096) * 4096
-        return cut(order.blocks, order.offsets, page_bytes=page, chunk_bytes=CHUNK_BYTES)
+    def sort(self, order: CopyOrder) -> Sorted:
+        page = self.block_bytes(order.group)
+        return sort(order.blocks, order.offsets, page_bytes=page, slab_bytes=1 << 20)
 
     def block_bytes(self, group: int) -> int:
-        return sum(one[3] for one in self.groups[group])
+        return -(-sum(one[3] for one in self.groups[group]) // 4096) * 4096
 
 
 @dataclass
@@ -73,16 +69,18 @@ class FakeLane:
     pool: mmap.mmap
     control: mmap.mmap
     into_engine: bool
+    chunk_bytes: int = CHUNK_BYTES
     chunks: deque[Callable[[], None]] = field(default_factory=deque)
 
-    def start(self, mapped: Any, group: int, blocks: NDArray[np.int32], offsets: Offsets) -> bool:
+    def start(self, mapped: Any, group: int, blocks: Sorted, part: slice) -> bool:
         if len(self.chunks) == CHUNKS_MAX:
             return False
         if self.control[BREAK]:
             raise RuntimeError("the fake GPU has fallen off the bus")
 
         def move() -> None:
-            for block, offset in zip(blocks.tolist(), offsets.tolist(), strict=True):
+            ids, pages = blocks.blocks[part].tolist(), blocks.offsets[part].tolist()
+            for block, offset in zip(ids, pages, strict=True):
                 self.move(mapped, mapped.groups[group], block, offset)
 
         if self.control[EARLY]:  # moved before those that were started earlier

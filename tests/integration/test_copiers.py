@@ -1,12 +1,10 @@
 """Copiers as real processes with a fake GPU: bytes, order, priorities, deaths and restarts."""
 
 import contextlib
-import mmap
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,148 +13,13 @@ import pytest
 import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from tests.integration import fake_gpu
-from tests.integration.daemons import hashes
-from trikv import config
-from trikv.core.calls import Declare, GpuMemory, GroupPieces, Load, Query, Register, Save
+from tests.integration.fake_gpu_daemon import BLOCKS, PAGE, UUID, Gpu, Rank, exists, memfd, running
 from trikv.core.errors import BadRequestError, KvError, NotReadyError
-from trikv.core.layout import Piece, Range
-from trikv.core.words import InstanceName, LeaseId, RequestId
+from trikv.core.layout import Piece
 from trikv.nursery import copier as copier_module
-from trikv.nursery.copiers import PoolPlace
-from trikv.nursery.serve import Daemon, build, run_trio
-from trikv.nursery.sessions import Session
-from trikv.tiers.hostmem import HeldProcess
-from trikv.tiers.pool import Pool, open_pool
-from trikv.wire import ALLOCATION_BYTES_MAX, hashes_to_words
-
-UUID = bytes(range(16))
-BLOCKS = 64
-PAGE = 4096
-
-
-def memfd(size: int) -> tuple[int, mmap.mmap]:
-    fd = os.memfd_create("test", os.MFD_CLOEXEC)
-    os.ftruncate(fd, size)
-    return fd, mmap.mmap(fd, size)
-
-
-@dataclass
-class Gpu:
-    """One "GPU" with its control, and the daemon's way to start copiers for it."""
-
-    control_fd: int
-    control: mmap.mmap
-
-    def command(self, uuid: str, pool: PoolPlace, sockets: Sequence[int]) -> Sequence[str]:
-        assert uuid == UUID.hex()
-        named = {
-            "pool-fd": pool.fd,
-            "pool-bytes": pool.bytes,
-            "parent": os.getpid(),
-            "control-pid": os.getpid(),
-            "control-fd": self.control_fd,
-        }
-        flags = [f"--{name}={value}" for name, value in named.items()]
-        tail = ["--sockets", *map(str, sockets)]
-        return [sys.executable, "-m", "tests.integration.fake_gpu", *flags, *tail]
-
-
-@dataclass
-class Rank:
-    """An engine of one rank whose blocks lie in one memfd."""
-
-    daemon: Daemon
-    name: str = "engine"
-    pieces: tuple[Piece, ...] = (Piece(0, 0, PAGE, PAGE),)
-    blocks: int = BLOCKS
-    session: Session = field(init=False)
-    memory: NDArray[np.uint8] = field(init=False)
-    events: mmap.mmap = field(init=False)
-
-    def __post_init__(self) -> None:
-        end = max(p.offset + (self.blocks - 1) * p.stride + p.bytes for p in self.pieces)
-        self.fd, mapped = memfd(end)
-        self.memory = np.frombuffer(mapped, np.uint8)
-        self.event_fd, self.events = memfd(8)
-        self.page_bytes = sum(one.bytes for one in self.pieces)
-
-    async def attach(self) -> tuple[int, ...]:
-        service = self.daemon.service
-        self.session = service.hello(HeldProcess(os.getpid()), "test")
-        name = InstanceName(self.name)
-        await service.declare(self.session, Declare(name, 1, (("model", "m"),)))
-        events = tuple(fake_gpu.handle(self.event_fd, at) for at in range(8))
-        gpu = GpuMemory(UUID, (fake_gpu.handle(self.fd),), events)
-        call = Register(
-            name,
-            0,
-            (Range(ALLOCATION_BYTES_MAX, len(self.memory)),),
-            (GroupPieces(self.blocks, self.pieces, "bytes"),),
-            0,
-            0,
-            gpu,
-        )
-        return (await service.register(self.session, call)).writers
-
-    def block(self, number: int) -> bytes:
-        parts = (p.offset + number * p.stride for p in self.pieces)
-        sizes = (p.bytes for p in self.pieces)
-        return b"".join(
-            self.memory[at : at + n].tobytes() for at, n in zip(parts, sizes, strict=True)
-        )
-
-    async def save(self, names: Sequence[object], blocks: Sequence[int], event: int = 0) -> int:
-        words = hashes_to_words(hashes(*names), 32)
-        ids = np.array(blocks, np.int32)
-        call = Save(0, 0, RequestId("r"), 0, words, ids, 0, 0, event)
-        return (await self.daemon.service.save(self.session, call)).saved_count
-
-    def query(self, names: Sequence[object], request: str = "q") -> tuple[int, int]:
-        call = Query(RequestId(request), 0, hashes_to_words(hashes(*names), 32))
-        answer = self.daemon.service.query(self.session, call)
-        return answer.hit_count, answer.lease
-
-    async def load(
-        self,
-        names: Sequence[object],
-        blocks: Sequence[int],
-        budget_s: float = 0,
-        request: str = "q",
-    ) -> list[int]:
-        """Positions that did not arrive."""
-        hits, lease = self.query(names, request)
-        assert hits == len(names)
-        ids = np.array(blocks, np.int32)
-        call = Load(0, LeaseId(lease), 0, ids, budget_s)
-        return (await self.daemon.service.load(self.session, call)).tolist()
-
-
-@contextlib.asynccontextmanager
-async def running(gpu: Gpu, pool_bytes: int = 8 << 20) -> AsyncIterator[Daemon]:
-    """The daemon's tasks with copiers for the fake GPU; at the end nothing may be left."""
-    flags = ["--pool-size", str(pool_bytes), "--slab-size", "1mb", "--drain-seconds", "0"]
-    pool: Pool = open_pool(pool_bytes, use_hugepages=False)
-    daemon = build(config.load(flags, {}), pool, None)
-    daemon.facts.copiers.refusal = ""
-    daemon.facts.copiers.command = gpu.command
-    closing = trio.Event()
-    try:
-        async with trio.open_nursery() as nursery:
-            opened = trio.Event()
-            nursery.start_soon(run_trio, daemon, closing, lambda _: opened.set())
-            await opened.wait()
-            try:
-                yield daemon
-            finally:
-                gpu.control[fake_gpu.HANG] = 0
-                pids = [one.pid for one in daemon.facts.copiers.by_gpu.values()]
-                closing.set()
-        assert not [pid for pid in pids if exists(pid)]
-    finally:
-        pool.close()
+from trikv.nursery.serve import Daemon
 
 
 @pytest.fixture
@@ -167,10 +30,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 def copier(daemon: Daemon) -> copier_module.Copier:
     return daemon.facts.copiers.by_gpu[UUID.hex()]
-
-
-def exists(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
 
 
 def maps(pid: int) -> str:

@@ -15,6 +15,7 @@ States, all changed on the runner's thread:
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -36,6 +37,7 @@ from trikv.connector.link import (
     UnknownError,
     checked,
     open_link,
+    read_nothing,
 )
 from trikv.connector.runner import RUNNER, RunnerStoppedError, keep_for_ever, register
 
@@ -321,7 +323,7 @@ class Client:
                 async with asyncio.timeout(period_s):
                     await link.probe.wait()
             link.probe.clear()
-            outcome = await link.ask("heartbeat", {}, _read_nothing, max(CALL_S, period_s))
+            outcome = await link.ask("heartbeat", {}, read_nothing, max(CALL_S, period_s))
             if isinstance(outcome, UnknownError):
                 link.lost.set()
                 return
@@ -332,22 +334,28 @@ class Client:
         if link is None or attached is None or call.via not in (None, attached):
             call.settle(AbsentError("the daemon is gone"))
             return
-        link.spawn(self._run_call(link, call))
+        done = functools.partial(self._end_call, link, call)
+        link.send(call.method, call.params, call.read, call.deadline_s, done)
 
-    async def _run_call(self, link: Link, call: _Call) -> None:
-        """Ask until there is a final answer. Cancelled with the link: the answer is lost."""
-        outcome: Any = None
+    def _end_call(self, link: Link, call: _Call, outcome: Any) -> None:  # noqa: ANN401
+        if call.retry_s and _may_change(outcome):
+            link.spawn(self._ask_again(link, call, outcome))
+            return
+        try:
+            self._judge(link, outcome, is_bounded=call.deadline_s is not None)
+        finally:
+            call.settle(outcome)
+
+    async def _ask_again(self, link: Link, call: _Call, outcome: Any) -> None:  # noqa: ANN401
+        """Ask until there is a final answer. Cancelled with the link: the last one stays."""
         clock = asyncio.get_running_loop().time
         until_s, wait_s = clock() + call.retry_s, RETRY_S_MIN
         try:
-            while True:
-                outcome = LostError("the connection was closed")
-                outcome = await link.ask(call.method, call.params, call.read, call.deadline_s)
-                is_final = not isinstance(outcome, RefusedError) or outcome.code not in RETRIED
-                if is_final or clock() + wait_s > until_s:
-                    break
+            while _may_change(outcome) and clock() + wait_s <= until_s:
                 await asyncio.sleep(wait_s)
                 wait_s *= 2
+                outcome = LostError("the connection was closed")
+                outcome = await link.ask(call.method, call.params, call.read, call.deadline_s)
             self._judge(link, outcome, is_bounded=call.deadline_s is not None)
         finally:
             call.settle(outcome)
@@ -386,5 +394,5 @@ def _read_registered(response: Any) -> tuple[str, tuple[int, ...]]:  # noqa: ANN
     return str(ok.namespace), tuple(int(pid) for pid in ok.writers)
 
 
-def _read_nothing(_response: Any) -> None:  # noqa: ANN401
-    return None
+def _may_change(outcome: object) -> bool:
+    return isinstance(outcome, RefusedError) and outcome.code in RETRIED

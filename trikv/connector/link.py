@@ -12,6 +12,7 @@ threads, hence `ask` returns errors.
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final
@@ -79,10 +80,13 @@ class Link:
         self.epoch = 0
         self.heartbeat_s = HEARTBEAT_S_MIN
         self._sock = sock
+        self._loop = asyncio.get_running_loop()
         self._stream: Any = None
         self._party: Any = None
         self._session: Any = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._calls: set[_Sent] = set()
+        self._alarm: asyncio.TimerHandle | None = None  # at the first deadline of a call, or before
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something that ends with the connection."""
@@ -96,9 +100,66 @@ class Link:
         params: Mapping[str, Any],
         read: Callable[[Any], Any],
         deadline_s: float | None,
+        *,
+        of: Any = None,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        """Call the session; returns what `read` made of the answer, or a CallError."""
-        return await _ask(self._session, method, params, read, deadline_s)
+        """As `send`, for who can wait; returns the outcome."""
+        answer: asyncio.Future[Any] = self._loop.create_future()
+
+        def done(outcome: Any) -> None:  # noqa: ANN401
+            if not answer.done():  # who waited may have been cancelled
+                answer.set_result(outcome)
+
+        self.send(method, params, read, deadline_s, done, of=of)
+        return await answer
+
+    def send(
+        self,
+        method: str,
+        params: Mapping[str, Any],
+        read: Callable[[Any], Any],
+        deadline_s: float | None,
+        done: Callable[[Any], None],
+        *,
+        of: Any = None,  # noqa: ANN401
+    ) -> None:
+        """Call the session, or another capability.
+
+        Args:
+            method: of the capability.
+            params: plain Python.
+            read: turns the response into plain Python.
+            deadline_s: None: as long as the connection lives.
+            done: gets what `read` made of the answer, or a CallError; called once, maybe at once.
+            of: the capability.
+        """
+        capability = self._session if of is None else of
+        until_s = self._loop.time() + deadline_s if deadline_s is not None else math.inf
+        call = _Sent(method, read, done, self._calls, until_s)
+        try:
+            request = capability._request(method)  # noqa: SLF001  # so pycapnp names it
+            _fill(request, params)
+            call.wait(request.send())
+        except Exception as exc:  # noqa: BLE001  # whatever is wrong must not end the thread
+            call.end(_failure(method, exc))
+            return
+        if deadline_s is not None and (self._alarm is None or until_s < self._alarm.when()):
+            self._set_alarm(until_s)
+
+    def _set_alarm(self, at_s: float) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = self._loop.call_at(at_s, self._end_late)
+
+    def _end_late(self) -> None:
+        """One timer for all calls: most are answered long before their deadlines."""
+        self._alarm = None
+        now_s = self._loop.time()
+        for call in [call for call in self._calls if call.until_s <= now_s]:
+            call.cancel(LateError(f"{call.method} was not answered in time"))
+        next_s = min((call.until_s for call in self._calls), default=math.inf)
+        if next_s < math.inf and self._alarm is None:
+            self._set_alarm(next_s)
 
     async def start(self, software: str) -> str:
         """Speak capnp over the socket and say hello; returns what is wrong, or nothing."""
@@ -109,7 +170,7 @@ class Link:
         self.spawn(self._await_end())
         kv = self._party.bootstrap().cast_as(SCHEMA.Kv)
         hello = {"protocol": PROTOCOL, "software": software[:NAME_BYTES_MAX]}
-        outcome = await _ask(kv, "hello", {"hello": hello}, self._greeted, HELLO_S)
+        outcome = await self.ask("hello", {"hello": hello}, self._greeted, HELLO_S, of=kv)
         return str(outcome) if isinstance(outcome, CallError) else ""
 
     def _greeted(self, response: Any) -> None:  # noqa: ANN401
@@ -126,6 +187,10 @@ class Link:
     async def close(self) -> None:
         """Cancel what is under way, then free stream and capabilities."""
         try:
+            if self._alarm is not None:
+                self._alarm.cancel()
+            for call in list(self._calls):
+                call.cancel(LostError("the connection was closed"))
             for task in list(self._tasks):
                 task.cancel()
             if self._tasks:
@@ -172,28 +237,76 @@ async def open_link(where: Address) -> Link | str:
     return link
 
 
-async def _ask(
-    capability: Any,  # noqa: ANN401
-    method: str,
-    params: Mapping[str, Any],
-    read: Callable[[Any], Any],
-    deadline_s: float | None,
-) -> Any:  # noqa: ANN401
-    failure: CallError
-    try:
-        async with asyncio.timeout(deadline_s):
-            return read(await capability._send(method, **params))  # noqa: SLF001  # so pycapnp names it
-    except TimeoutError:
-        failure = LateError(f"{method} was not answered within {deadline_s} s")
-    except RefusedError as exc:
-        failure = RefusedError(exc.code, exc.message)
-    except capnp.KjException as exc:
+class _Sent:
+    """A call that is out; ends once, and then keeps nothing of capnp alive."""
+
+    __slots__ = ("_answer", "_calls", "_done", "_read", "method", "until_s")
+
+    def __init__(
+        self,
+        method: str,
+        read: Callable[[Any], Any],
+        done: Callable[[Any], None],
+        calls: set["_Sent"],
+        until_s: float,
+    ) -> None:
+        self.method = method
+        self.until_s = until_s
+        self._read = read
+        self._done = done
+        self._calls = calls
+        self._answer: asyncio.Future[Any] | None = None
+
+    def wait(self, promise: Any) -> None:  # noqa: ANN401
+        """Be called back by the promise."""
+        # The first step of waiting for a promise is a future: no task is made to wait for that.
+        answer: asyncio.Future[Any] = next(promise.__await__())
+        self._answer = answer
+        self._calls.add(self)
+        answer.add_done_callback(self._answered)
+
+    def _answered(self, answer: asyncio.Future[Any]) -> None:
+        if answer is not self._answer:
+            return
+        error = answer.exception()  # raised, its traceback would lead back to the future
+        try:
+            outcome = self._read(answer.result()) if error is None else _failure(self.method, error)
+        except Exception as exc:  # noqa: BLE001  # whatever the answer holds must not end the thread
+            outcome = _failure(self.method, exc)
+        self.end(outcome)
+
+    def cancel(self, why: CallError) -> None:
+        """Wait no longer; the daemon is told."""
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.cancel()
+            self.end(why)
+
+    def end(self, outcome: Any) -> None:  # noqa: ANN401
+        """Pass the outcome on."""
+        self._answer = None
+        self._calls.discard(self)
+        self._done(outcome)
+
+
+def _fill(builder: Any, values: Mapping[str, Any]) -> None:  # noqa: ANN401
+    """Set fields, structs in place: pycapnp's own way takes twice as long."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _fill(builder.init(name), value)
+        else:
+            setattr(builder, name, value)
+
+
+def _failure(method: str, exc: BaseException) -> CallError:
+    """What a raised error means, without its traceback and what that holds."""
+    if isinstance(exc, RefusedError):
+        return RefusedError(exc.code, exc.message)
+    if isinstance(exc, capnp.KjException):
         text = str(exc.description).strip().splitlines() or [""]
         kind = LostError if exc.type == "DISCONNECTED" else BrokenError
-        failure = kind(f"{method}: {text[-1]}")
-    except Exception as exc:  # noqa: BLE001  # whatever the answer holds must not end the thread
-        failure = BrokenError(f"{method}: {type(exc).__name__}: {exc}")
-    return failure
+        return kind(f"{method}: {text[-1]}")
+    return BrokenError(f"{method}: {type(exc).__name__}: {exc}")
 
 
 def checked(reply: Any) -> Any:  # noqa: ANN401
@@ -205,3 +318,7 @@ def checked(reply: Any) -> Any:  # noqa: ANN401
     if reply.which() == "error":
         raise RefusedError(str(reply.error.code), str(reply.error.message))
     return reply.ok
+
+
+def read_nothing(_response: Any) -> None:  # noqa: ANN401
+    """Of a call whose answer says only that it was done."""

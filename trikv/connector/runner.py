@@ -25,6 +25,8 @@ from typing import Any, Final
 
 import capnp
 
+from trikv.streams import Loop
+
 START_S: Final = 10.0
 STOP_S: Final = 2.0
 
@@ -49,6 +51,7 @@ class Runner:
         self._users = 0
         self._inbox: deque[Callable[[], None]] = deque()
         self._is_woken = False
+        self._bell = -1  # an eventfd, made once and kept: it cannot be rung after its end
 
     def enter(self) -> None:
         """Count a user; starts the thread if this is the first.
@@ -81,17 +84,15 @@ class Runner:
             RunnerStoppedError: no thread runs.
         """
         loop = self._loop
-        if loop is None:
+        if loop is None or loop.is_closed():
             raise RunnerStoppedError("the connector's thread does not run")
         self._inbox.append(work)
         if not self._is_woken:
             self._is_woken = True
-            try:
-                loop.call_soon_threadsafe(self._drain)
-            except RuntimeError:
-                raise RunnerStoppedError("the connector's thread has ended") from None
+            os.eventfd_write(self._bell, 1)
 
     def _drain(self) -> None:
+        os.eventfd_read(self._bell)
         self._is_woken = False  # first: what is appended from here on wakes again
         while self._inbox:
             self._inbox.popleft()()
@@ -101,8 +102,13 @@ class Runner:
         started = concurrent.futures.Future()
         self._inbox.clear()
         self._is_woken = False
+        if self._bell < 0:
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(
-            target=_main, args=(started,), name="trikv-connector", daemon=True
+            target=_main,
+            args=(started, self._bell, self._drain),
+            name="trikv-connector",
+            daemon=True,
         )
         self._thread.start()
         try:
@@ -116,15 +122,19 @@ class Runner:
         """In a forked child: drop everything without running a destructor of it."""
         for thing in (self._loop, self._stop):
             keep_for_ever(thing)
+        if self._bell >= 0:
+            os.close(self._bell)  # our copy: what we write would wake the parent
         self.__init__()  # type: ignore[misc]  # a lock held at the fork would never be released
 
 
-def _main(started: concurrent.futures.Future[Any]) -> None:
-    async def serve() -> None:
+def _main(started: concurrent.futures.Future[Any], bell: int, drain: Callable[[], None]) -> None:
+    async def serve(loop: Loop) -> None:
         stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
         loop.set_exception_handler(_note)
         async with capnp.kj_loop():
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(bell)  # rung for the thread before this one
+            loop.add_reader(bell, loop.run_on, drain)
             started.set_result((loop, stop))
             await stop.wait()
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -134,7 +144,10 @@ def _main(started: concurrent.futures.Future[Any]) -> None:
                 await asyncio.wait(tasks, timeout=STOP_S / 2)
 
     try:
-        asyncio.run(serve())
+        with asyncio.Runner(loop_factory=Loop) as runner:
+            loop = runner.get_loop()
+            assert isinstance(loop, Loop)
+            runner.run(serve(loop))
     except Exception as exc:  # noqa: BLE001  # a thread's end: nobody else can hear of it
         LOG.debug("the connector's thread ended: %s", exc)
         if not started.done():

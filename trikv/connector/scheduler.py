@@ -18,7 +18,7 @@ import itertools
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from trikv.connector.calls import Answer, Calls, pack, unpack
+from trikv.connector.calls import ID_BYTES, Answer, Calls, count_real, pack, unpack
 from trikv.connector.jobs import LoadJob, Report, SaveJob, StepJobs
 from trikv.connector.link import CallError
 from trikv.connector.tally import Tally
@@ -148,7 +148,8 @@ class SchedulerHalf:
             or request.num_tokens <= self._policy.block_tokens
         ):
             return
-        future = self._calls.query(request.request_id, len(hashes[0]), b"".join(hashes))
+        track.hashes = b"".join(hashes)
+        future = self._calls.query(request.request_id, len(hashes[0]), track.hashes)
         future.add_done_callback(self._note_answer)
         track.lookup = Lookup(future, self._clock(), attached.number)
         track.has_spoken = True
@@ -285,10 +286,8 @@ class SchedulerHalf:
         if track.known_attachment != attachment:
             track.known_count = 0
         start = max(track.saved_count, track.known_count)
-        if (
-            0 in track.blocks[start:end]
-        ):  # the null block: never read, and nothing behind it can be hit
-            end = start + track.blocks[start:end].index(0)
+        blocks = pack(track.blocks[start:end])
+        end = start + count_real(blocks)
         jobs = []
         for first in range(start, end, SAVE_BLOCKS_MAX):
             last = min(first + SAVE_BLOCKS_MAX, end)
@@ -297,8 +296,8 @@ class SchedulerHalf:
                 request=track.request.request_id,
                 first=first,
                 hash_bytes=len(hashes[first]),
-                hashes=b"".join(hashes[first:last]),
-                blocks=pack(track.blocks[first:last]),
+                hashes=track.hashes_of(first, last),
+                blocks=blocks[ID_BYTES * (first - start) : ID_BYTES * (last - start)],
             )
             track.saving[job.number] = self._policy.rank_count
             self._savers[job.number] = track

@@ -64,6 +64,7 @@ class Track:
 
     request: Any
     is_cacheable: bool
+    hashes: bytes = b""  # of the leading blocks, one blob: as the last query had them
     blocks: list[int] = field(default_factory=list)
     local_count: int = 0  # blocks that the engine itself has, at the last ask
     lookup: Lookup | None = None
@@ -77,3 +78,11 @@ class Track:
     has_failed: bool = False  # a load went wrong: nothing is promised again
     saving: dict[int, int] = field(default_factory=dict)  # number of a save: ranks yet to answer
     has_spoken: bool = False  # the daemon has heard of it
+
+    def hashes_of(self, first: int, last: int) -> bytes:
+        """The hashes of its blocks from `first` to before `last`, one blob."""
+        hashes = self.request.block_hashes
+        size = len(hashes[first])
+        if size * last <= len(self.hashes):  # a request's hashes are only ever added to
+            return self.hashes[size * first : size * last]
+        return b"".join(hashes[first:last])

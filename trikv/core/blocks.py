@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trikv.core.errors import IllegalEventError
+from trikv.core.rows import is_all, rows_of
 from trikv.core.words import Entries, SpaceId
 
 RANKS_MAX: Final = 64
@@ -205,8 +206,9 @@ class Blocks:
 
     def pin(self, entries: Entries) -> None:
         """One more reader of each sealed row."""
-        rows = entries.astype(np.int64)  # numpy scatters by int64 several times faster
-        self._expect(rows, SEALED)
+        rows = rows_of(entries)
+        if not is_all(self.state[rows] == SEALED):
+            self._expect(entries, SEALED)
         self.pins[rows] += 1
         self.evictable[rows] = False
 
@@ -216,16 +218,16 @@ class Blocks:
         Returns:
             (evictable, freed): rows that became evictable again, and doomed rows that nobody holds.
         """
-        rows = entries.astype(np.int64)  # as in `pin`
+        rows = rows_of(entries)
         pins = self.pins[rows] - 1
         assert len(pins) == 0 or pins.min() >= 0
         self.pins[rows] = pins
         is_sealed = self.state[rows] == SEALED
-        if len(pins) and is_sealed.all() and pins.max() == 0:  # as nearly always
+        if len(pins) and is_all(is_sealed) and not np.count_nonzero(pins):  # as nearly always
             self.evictable[rows] = True
             return entries, entries[:0]
         is_evictable = is_sealed & (pins == 0)
-        self.evictable[rows[is_evictable]] = True
+        self.evictable[entries[is_evictable]] = True
         return entries[is_evictable], self._free_unheld(entries[~is_sealed])
 
     def check(self) -> None:
@@ -264,7 +266,7 @@ class Blocks:
     def _set_state(self, rows: Entries, state: int) -> None:
         if len(rows) == 0:
             return
-        entries = rows.astype(np.int64)  # as in `pin`
+        entries = rows.astype(np.int64)  # numpy scatters by int64 several times faster
         before = self.state[entries]
         counts = np.bincount(before, minlength=4).tolist()
         for value, count in enumerate(counts):
@@ -291,7 +293,7 @@ class Blocks:
                 self.sealed_by_space.pop(space, None)
 
     def _expect(self, entries: NDArray[Any], state: int) -> None:
-        if not bool((self.state[entries] == state).all()):
+        if not is_all(self.state[entries] == state):
             found = set(self.state[entries].tolist())
             raise IllegalEventError(f"expected only {State(state).name} blocks, found {found}")
 

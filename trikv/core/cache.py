@@ -22,13 +22,14 @@ from trikv.core.pages import Pages
 from trikv.core.plans import Hit, Key, Limits, LoadPlan, SavePlan, SpaceFacts
 from trikv.core.policies import Maker, leaf_first_lru
 from trikv.core.room import Room
+from trikv.core.rows import is_all, rows_of
 from trikv.core.tenants import Tenants
+from trikv.core.uses import Uses
 from trikv.core.words import (
     Entries,
     InstanceName,
     LeaseId,
     RequestId,
-    ShapeId,
     SpaceId,
     TransferId,
     Words,
@@ -61,6 +62,7 @@ class Cache:
         parts = (self.pages, self.blocks, self.index, self.counters)
         self._room = Room(*parts, maker=policy, tenants=tenants)
         self.recency = self._room.recency
+        self._uses = Uses(self.blocks, self._room)
         self.leases = Leases(
             limits.lease_s, limits.leases_max, int(capacity_bytes * limits.leased_fraction)
         )
@@ -107,18 +109,22 @@ class Cache:
     def query(self, key: Key, words: Words, *, now_s: float) -> Hit:
         """Count the leading blocks at hand and promise exactly these for a while.
 
-        The request's earlier lease is renewed when it covers the same blocks, else replaced.
+        The request's earlier lease is renewed when it covers the same blocks, else replaced. That
+        the blocks were used is noted by `settle`, which the caller need not wait for.
 
         At the bound: with leases at their limit the answer is shorter, down to a miss.
         """
         facts = self.spaces[key.space]
-        entries = self.index.find_prefix(key.space, words)
-        sealed = self.blocks.state[entries] == SEALED
-        hits = entries if bool(sealed.all()) else entries[: int(np.argmin(sealed))]
+        hits = self.index.find_prefix(key.space, words)
+        rows = rows_of(hits)
+        sealed = self.blocks.state[rows] == SEALED
+        if not is_all(sealed):
+            hits = hits[: int(np.argmin(sealed))]
+            rows = rows_of(hits)
         chain = self.chains.of(key.instance, key.request, key.space)
         asked_before, chain.asked_blocks = chain.asked_blocks, max(chain.asked_blocks, len(words))
-        chain.put(0, hits, self.blocks.generation[hits])
-        self._room.touch(facts.shape, hits, is_use=asked_before == 0)
+        chain.put(0, hits, self.blocks.generation[rows])
+        self._uses.queried(facts.shape, chain, is_first=asked_before == 0)
         lease = self._promise(key, facts, hits, now_s=now_s)
         count = len(lease.entries) if lease else 0
         self.counters.query_total += 1
@@ -127,10 +133,13 @@ class Cache:
         self.counters.query_shortened_total += count < len(hits)
         return Hit(count, lease, asked_before)
 
+    def settle(self) -> None:
+        """Note what queries have used; done before anything is saved, and thus before evictions."""
+        self._uses.settle()
+
     def _promise(self, key: Key, facts: SpaceFacts, hits: Entries, *, now_s: float) -> Lease | None:
         old = self.leases.of_space(key.instance, key.request, key.space)
-        is_same = old is not None and old.is_whole and np.array_equal(old.entries, hits)
-        if old is not None and is_same and old.deadline_s > now_s:
+        if old is not None and old.is_on(hits) and old.deadline_s > now_s:
             self.leases.renew(old, now_s=now_s)
             self.counters.lease_renewed_total += 1
             return old
@@ -230,13 +239,13 @@ class Cache:
             BadRequestError: a hash stands twice in the message; nothing was changed.
         """
         _check_distinct(words)
+        self.settle()
         facts = self.spaces[key.space]
         chain = self.chains.of(key.instance, key.request, key.space)
         entries = self.index.find(key.space, words)
         absent = np.flatnonzero(entries < 0)
         at_hand = entries[entries >= 0]
-        # Those behind a gap, which the query has not found, are uses as well.
-        self._room.count_uses(facts.shape, entries[max(0, chain.length - first) :])
+        self._uses.saved(facts.shape, entries[max(0, chain.length - first) :])
         reserved = self._reserve(
             key.space, facts, chain, at_hand, words[absent], absent + first, now_s=now_s
         )
@@ -247,7 +256,7 @@ class Cache:
         self.blocks.claim(entries[mine], rank)
         chain.put(first, entries, self.blocks.generation[entries])
         if len(mine) == 0:
-            self._touch_chain(facts.shape, chain)
+            self._uses.touch(facts.shape, chain)
         refused = len(absent) - len(reserved)
         present = len(words) - refused - len(mine)
         self.counters.save_total += 1
@@ -269,6 +278,7 @@ class Cache:
             copied_bytes: for the counters.
         """
         self._end(plan.transfer)
+        self.settle()
         facts = self.spaces[plan.key.space]
         sealed, freed = self.blocks.fill(plan.entries[copied], plan.rank)
         self._room.free(freed)
@@ -278,7 +288,7 @@ class Cache:
             self._filling_bytes -= len(lost) * facts.block_bytes
             self._room.free(freed)
         self._filling_bytes -= len(sealed) * facts.block_bytes
-        self._touch_chain(facts.shape, plan.chain, sealed)
+        self._uses.touch(facts.shape, plan.chain, sealed)
         self.counters.save_blocks_total += int(copied.sum())
         self.counters.save_failed_blocks_total += int((~copied).sum())
         self.counters.save_bytes_total += copied_bytes
@@ -335,7 +345,7 @@ class Cache:
             # A block whose own ancestors would have to go for it is not worth its place; and rows
             # that were found for this message must not become others'.
             found = at_hand[self.blocks.state[at_hand] == SEALED]
-            kin = np.unique(np.concatenate((self._live(chain), found)))
+            kin = np.unique(np.concatenate((self._uses.live(chain), found)))
             self.blocks.pin(kin)
             batch = min(EVICT_BATCH, 1 + self.pages.capacity_bytes // (16 * facts.block_bytes))
             self._room.make(facts.shape, count, batch=batch, space=space)
@@ -367,22 +377,6 @@ class Cache:
             self.spaces[SpaceId(int(space))].block_bytes * int(count)
             for space, count in zip(spaces, counts, strict=True)
         )
-
-    # -- recency
-
-    def _live(self, chain: Chain) -> Entries:
-        """The sealed blocks of a request, root first."""
-        entries = chain.entries[: chain.length]
-        known = entries >= 0
-        known &= self.blocks.generation[entries] == chain.generations[: chain.length]
-        known &= self.blocks.state[entries] == SEALED
-        return entries[known]
-
-    def _touch_chain(self, shape: ShapeId, chain: Chain, sealed: Entries | None = None) -> None:
-        """Make a request's whole chain the most recent: no parent is older than its child."""
-        self._room.touch(shape, self._live(chain))
-        if sealed is not None:  # positions that a later call of the request has overwritten
-            self._room.touch(shape, sealed[self.recency[sealed] < 0])
 
     def _begin(self) -> TransferId:
         transfer = TransferId(next(self._numbers))

@@ -18,64 +18,82 @@ from trikv.core.words import Offsets
 AGING_BYTES_S: Final = 256 << 20
 """A copy that waits a second goes before one that is this much smaller."""
 
+_ZERO: Final = np.zeros(1, np.int64)
+
 Runs = NDArray[np.int64]
 """Shape (n, 3): two places and a number of bytes; what moves with one request to the hardware."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cut:
-    """A copy in the order in which its blocks move.
+class Sorted:
+    """A copy's blocks in the order in which they move: by place in the pool, so neighbours meet.
 
     Attributes:
         order: int64[blocks], position in the message of the block that moves n-th.
         blocks: int32[blocks], the engine's, in this order.
         offsets: int64[blocks], of the pool, in this order: they ascend.
-        starts: int64[chunks + 1], where chunks begin, and the number of blocks.
+        heads: bool[blocks], False where a page follows its predecessor without a gap.
     """
 
     order: NDArray[np.int64]
     blocks: NDArray[np.int32]
     offsets: Offsets
-    starts: NDArray[np.int64]
-
-    @property
-    def chunk_count(self) -> int:
-        """How many chunks there are."""
-        return len(self.starts) - 1
+    heads: NDArray[np.bool_]
 
 
-def cut(blocks: NDArray[np.int32], offsets: Offsets, *, page_bytes: int, chunk_bytes: int) -> Cut:
-    """Sort by place in the pool, so that neighbours meet, and divide.
-
-    The first chunks are smaller: the bus has something to do while the rest is gathered.
+def sort(
+    blocks: NDArray[np.int32], offsets: Offsets, *, page_bytes: int, slab_bytes: int
+) -> Sorted:
+    """Put the blocks of one copy in order.
 
     Args:
         blocks: the engine's, shape (n,), n >= 1.
         offsets: of their pages in the pool, distinct.
-        page_bytes: how far apart neighbours are.
-        chunk_bytes: of a full chunk; a page that is larger makes a chunk of its own.
-    """
-    order = np.argsort(offsets, kind="stable")
-    full = max(1, chunk_bytes // page_bytes)
-    starts, size = [0], max(1, full // 8)
-    while starts[-1] < len(blocks):
-        starts.append(min(starts[-1] + size, len(blocks)))
-        size = min(2 * size, full)
-    return Cut(order, blocks[order], offsets[order], np.array(starts, np.int64))
-
-
-def page_runs(offsets: Offsets, *, page_bytes: int, slab_bytes: int) -> Runs:
-    """Pages that lie side by side, as (index of the first, offset of the first, bytes).
-
-    Args:
-        offsets: ascending.
         page_bytes: with padding.
         slab_bytes: no run crosses from one slab into the next: each is registered by itself.
     """
-    gap = (np.diff(offsets) != page_bytes) | (np.diff(offsets // slab_bytes) != 0)
-    first = np.concatenate(([0], np.flatnonzero(gap) + 1))
-    count = np.diff(np.concatenate((first, [len(offsets)])))
-    return np.column_stack((first, offsets[first], count * page_bytes))
+    order = np.argsort(offsets, kind="stable")
+    offsets = offsets[order]
+    heads = np.ones(len(order), np.bool_)
+    step, slabs = offsets[1:] - offsets[:-1], offsets // slab_bytes
+    np.not_equal(step, page_bytes, out=heads[1:])
+    heads[1:] |= slabs[1:] != slabs[:-1]
+    return Sorted(order, blocks[order], offsets, heads)
+
+
+def chunk_blocks(started: int, *, page_bytes: int, chunk_bytes: int) -> int:
+    """How many blocks the next chunk has.
+
+    The first chunks are smaller: the bus has something to do while the rest is gathered.
+
+    Args:
+        started: blocks in earlier chunks.
+        page_bytes: of one block; a page that is larger than a chunk makes one of its own.
+        chunk_bytes: of a full chunk.
+    """
+    full = max(1, chunk_bytes // page_bytes)
+    return min(full, max(started, -(-full // 4)))
+
+
+def page_runs(offsets: Offsets, heads: NDArray[np.bool_], *, page_bytes: int) -> Runs:
+    """Pages of a chunk that lie side by side, as (bytes before them, offset of the first, bytes).
+
+    Args:
+        offsets: of the chunk, as in `Sorted`.
+        heads: likewise.
+        page_bytes: with padding.
+    """
+    first = np.flatnonzero(heads)
+    if len(first) == 0 or first[0] != 0:  # the chunk begins in the midst of a run
+        first = np.concatenate((_ZERO, first))
+    runs = np.empty((len(first), 3), np.int64)
+    runs[:, 0] = first * page_bytes
+    runs[:, 1] = offsets[first]
+    runs[:-1, 2] = first[1:]
+    runs[-1, 2] = len(offsets)
+    runs[:, 2] -= first
+    runs[:, 2] *= page_bytes
+    return runs
 
 
 def piece_runs(

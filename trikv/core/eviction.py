@@ -25,6 +25,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from trikv.core.rows import is_all
 from trikv.core.words import Entries, Stamp
 
 NEVER: Final = -1
@@ -244,7 +245,7 @@ class LeafFirstLru:
             return
         chunks = places - np.int32(1) >> CHUNK_BITS
         first = chunks.item(0)
-        if first == chunks.item(-1) and bool((chunks == first).all()):
+        if first == chunks.item(-1) and is_all(chunks == first):
             self._alive[first] -= len(chunks)
         else:
             np.subtract.at(self._alive, chunks.astype(np.int64), np.ones(len(chunks), np.int32))

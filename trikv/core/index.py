@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from trikv.core.rows import is_all
 from trikv.core.words import Entries, Names, SpaceId, Words
 
 ABSENT: Final = -1
@@ -236,10 +237,10 @@ class Index:
         while start < limit:
             stop = min(start + size, limit)
             window = slice(first + start, first + stop)
-            same = _rows_equal(self._keys[window], hashes[start:stop])
-            same &= self._spaces[window] == space + 1
-            if not same.all():
-                return start + int(same.argmin())
+            keys, wanted = self._keys[window], hashes[start:stop]
+            is_ours = self._spaces[window] == space + 1
+            if keys.tobytes() != wanted.tobytes() or not is_all(is_ours):
+                return start + int((_rows_equal(keys, wanted) & is_ours).argmin())
             start, size = stop, min(8 * size, RUN_WINDOW_MAX)
         return limit
 
@@ -248,7 +249,7 @@ class Index:
         for start in range(0, len(hashes), LOOKUP_WINDOW):
             found = self.find(space, hashes[start : start + LOOKUP_WINDOW])
             present = found >= 0
-            if not present.all():
+            if not is_all(present):
                 parts.append(found[: int(present.argmin())])
                 break
             parts.append(found)

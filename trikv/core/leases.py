@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from trikv.core.errors import LeaseLostError, OverloadedError
+from trikv.core.rows import is_all
 from trikv.core.words import Entries, InstanceName, LeaseId, RequestId, SpaceId
 
 
@@ -33,10 +34,10 @@ class Lease:
     block_bytes: int
     ranks_all: int
 
-    @property
-    def is_whole(self) -> bool:
-        """True while no rank has loaded from it."""
-        return self.ranks_left == self.ranks_all
+    def is_on(self, entries: Entries) -> bool:
+        """True while it promises exactly these entries, and no rank has loaded from it."""
+        same = len(entries) == len(self.entries) and is_all(entries == self.entries)
+        return same and self.ranks_left == self.ranks_all
 
 
 @dataclass(slots=True)

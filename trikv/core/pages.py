@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trikv.core.errors import BadRequestError, OverloadedError
+from trikv.core.rows import is_all
 from trikv.core.words import Entries, Offsets, ShapeId
 
 PAGE_ALIGN: Final = 4096
@@ -163,11 +164,11 @@ class Pages:
         Cost: a sort of the slots.
         """
         slots = np.sort(slots)
-        assert not bool((slots[1:] == slots[:-1]).any())
+        assert is_all(slots[1:] != slots[:-1])
         for shape, slabs, positions, _ in self._by_shape(slots):
             cut = self._cuts[shape]
             indices = slabs * cut.slots_per_slab + positions
-            assert bool(cut.taken.take(indices).all())
+            assert is_all(cut.taken.take(indices))
             cut.taken[indices] = False
             cut.owner[indices] = 0
             starts = np.flatnonzero(slabs[1:] != slabs[:-1]) + 1
@@ -208,7 +209,7 @@ class Pages:
         for shape, slabs, positions, mine in self._by_shape(slots):
             cut = self._cuts[shape]
             indices = slabs * cut.slots_per_slab + positions
-            assert bool(cut.taken.take(indices).all())
+            assert is_all(cut.taken.take(indices))
             cut.owner[indices] = entries[mine] + np.int32(1)
 
     def entries_in_slab(self, slab: int) -> Entries:
@@ -303,7 +304,7 @@ class Pages:
         if len(shapes) == 0:
             return
         first = shapes.item(0)
-        if bool((shapes == first).all()):
+        if is_all(shapes == first):
             assert first != NO_SHAPE
             yield ShapeId(first), slabs, positions, slice(None)
             return

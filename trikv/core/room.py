@@ -9,11 +9,12 @@ import itertools
 
 import numpy as np
 
-from trikv.core.blocks import SEALED, Blocks
+from trikv.core.blocks import Blocks
 from trikv.core.counters import Counters
 from trikv.core.index import Index
 from trikv.core.pages import Pages
 from trikv.core.policies import Ground, Maker, Policy
+from trikv.core.rows import is_all, rows_of
 from trikv.core.tenants import TenantOrders, Tenants
 from trikv.core.words import Entries, ShapeId, SpaceId, Stamp
 
@@ -121,22 +122,22 @@ class Room:
             entries: root first.
             is_use: True when a request finds them for the first time, which is counted.
         """
-        if not bool((entries[1:] > entries[:-1]).all()):  # ascending ones are distinct
+        rows = rows_of(entries)
+        if not isinstance(rows, slice) and not is_all(entries[1:] > entries[:-1]):
             places = np.arange(len(entries), dtype=np.int32)
-            self._seen_at[entries] = places
-            entries = entries[self._seen_at[entries] == places]
+            self._seen_at[rows] = places
+            entries = entries[self._seen_at[rows] == places]
+            rows = rows_of(entries)
         if len(entries):
             stamp = Stamp(next(self._stamps))
             if is_use:
                 self.orders[shape].used(entries)
             self.orders[shape].touch(entries, stamp)
-            self._pages.used(self._blocks.slot[entries], stamp)
+            self._pages.used(self._blocks.slot[rows], stamp)
 
     def count_uses(self, shape: ShapeId, entries: Entries) -> None:
-        """A request that had not been counted uses those that are sealed; -1 stands for none."""
-        found = entries[entries >= 0]
-        if len(found):
-            self.orders[shape].used(found[self._blocks.state[found] == SEALED])
+        """A request that had not been counted uses sealed blocks."""
+        self.orders[shape].used(entries)
 
     def _reclaim_slab(self, shape: ShapeId, *, colder_than: int | None) -> bool:
         """Evict the coldest slab of another shape that nobody holds; False if there is none."""

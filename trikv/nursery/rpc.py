@@ -10,9 +10,8 @@ another thread: streams and servers are closed in `finally`, and everything here
 
 import asyncio
 import contextlib
-import functools
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import capnp
@@ -21,6 +20,7 @@ import structlog
 from trikv import __version__, wire
 from trikv.core.errors import BadRequestError, ForbiddenError, KvError, UnsupportedVersionError
 from trikv.nursery.callers import peer_pid
+from trikv.nursery.guards import at_once, fatal
 from trikv.nursery.guest import Guest
 from trikv.nursery.service import Service
 from trikv.nursery.sessions import Session
@@ -65,6 +65,14 @@ class Connection:
         for session in list(self.sessions):
             self.service.sessions.close(session, "disconnected")
 
+    def settle(self) -> None:
+        """Do what queries have left for later."""
+        try:
+            self.service.store.settle()
+        except Exception as error:
+            self.guest.fail(error)
+            raise
+
     def refuse(self, reply: Any, error: KvError) -> None:
         """Write an expected error into a reply's union."""
         self.service.store.cache.counters.error_total += 1
@@ -97,22 +105,6 @@ async def _open_stream(sock: socket.socket) -> Any:
     return await capnp.AsyncIoStream.create_connection(sock=sock)
 
 
-def _fatal(method: Callable[[Any, Any], Awaitable[None]]) -> Callable[[Any, Any], Awaitable[None]]:
-    """A servant's method whose unexpected error is our bug: the daemon ends with the story."""
-
-    @functools.wraps(method)
-    async def guarded(servant: Any, context: Any) -> None:
-        try:
-            await method(servant, context)
-        except (KvError, capnp.KjException):
-            raise
-        except Exception as error:
-            servant.connection.guest.fail(error)
-            raise
-
-    return guarded
-
-
 class SessionServant(wire.SCHEMA.Session.Server):
     """One session; its methods mirror the schema."""
 
@@ -124,7 +116,7 @@ class SessionServant(wire.SCHEMA.Session.Server):
     def __del__(self) -> None:  # capnp dropped the last reference: released, or disconnected
         self.connection.end_soon(self._session)
 
-    @_fatal
+    @fatal
     async def declare_context(self, context: Any) -> None:
         """See the schema."""
         reply = context.results.init("reply")
@@ -138,7 +130,7 @@ class SessionServant(wire.SCHEMA.Session.Server):
         ok.notes = list(named.notes)
         return None
 
-    @_fatal
+    @fatal
     async def register_context(self, context: Any) -> None:
         """See the schema."""
         reply = context.results.init("reply")
@@ -154,8 +146,8 @@ class SessionServant(wire.SCHEMA.Session.Server):
         ok.writers = list(named.writers)
         return None
 
-    @_fatal
-    async def query_context(self, context: Any) -> None:
+    @at_once
+    def query_context(self, context: Any) -> None:
         """See the schema; answered without a hop."""
         reply = context.results.init("reply")
         try:
@@ -168,9 +160,10 @@ class SessionServant(wire.SCHEMA.Session.Server):
         ok.hitCount = answer.hit_count
         ok.lease = answer.lease
         ok.leaseSeconds = answer.lease_s
+        self.connection.loop.call_soon(self.connection.settle)  # once this is answered
         return None
 
-    @_fatal
+    @fatal
     async def save_context(self, context: Any) -> None:
         """See the schema."""
         reply = context.results.init("reply")
@@ -185,7 +178,7 @@ class SessionServant(wire.SCHEMA.Session.Server):
         ok.refusedCount = saved.refused_count
         return None
 
-    @_fatal
+    @fatal
     async def load_context(self, context: Any) -> None:
         """See the schema."""
         reply = context.results.init("reply")
@@ -197,22 +190,22 @@ class SessionServant(wire.SCHEMA.Session.Server):
         reply.init("ok").failed = wire.array_to_ids(failed)
         return None
 
-    @_fatal
-    async def release_context(self, context: Any) -> None:
+    @at_once
+    def release_context(self, context: Any) -> None:
         """See the schema; a malformed list is ignored: there is nobody to tell."""
         try:
             self._service.release(self._session, _read(wire.read_requests, context.params.requests))
         except KvError as error:
             log.debug("call.refused", code=error.code, reason=str(error))
 
-    @_fatal
-    async def heartbeat_context(self, context: Any) -> None:
+    @at_once
+    def heartbeat_context(self, context: Any) -> None:
         """See the schema; a session that has ended answers with a broken call."""
         del context
         self._service.heartbeat(self._session)
 
-    @_fatal
-    async def reset_context(self, context: Any) -> None:
+    @at_once
+    def reset_context(self, context: Any) -> None:
         """See the schema."""
         reply = context.results.init("reply")
         try:
@@ -229,8 +222,8 @@ class KvServant(wire.SCHEMA.Kv.Server):
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
-    @_fatal
-    async def hello_context(self, context: Any) -> None:
+    @at_once
+    def hello_context(self, context: Any) -> None:
         """See the schema."""
         connection = self.connection
         reply = context.results.init("reply")
@@ -253,8 +246,8 @@ class KvServant(wire.SCHEMA.Kv.Server):
         ok.session = SessionServant(connection, session)
         return None
 
-    @_fatal
-    async def status_context(self, context: Any) -> None:
+    @at_once
+    def status_context(self, context: Any) -> None:
         """See the schema."""
         write_status(context.results.init("status"), self.connection.service, self.connection.facts)
 

@@ -43,6 +43,7 @@ from trikv.nursery.service import Service, digest, sweep
 from trikv.nursery.sessions import Sessions
 from trikv.nursery.status import Facts
 from trikv.nursery.store import Store
+from trikv.streams import Loop
 from trikv.tiers import pool as pools
 from trikv.tiers.freeze import FreezeGuard
 from trikv.tiers.hostmem import HeldProcess, HostMemory
@@ -311,8 +312,11 @@ def main() -> None:
     try:
         with contextlib.suppress(KeyboardInterrupt):
             freeze_s = settings.freeze_seconds
-            with FreezeGuard(freeze_s) if freeze_s else contextlib.nullcontext() as guard:
-                asyncio.run(host(build(settings, pool, guard)))
+            with (
+                FreezeGuard(freeze_s) if freeze_s else contextlib.nullcontext() as guard,
+                asyncio.Runner(loop_factory=Loop) as runner,
+            ):
+                runner.run(host(build(settings, pool, guard)))
     except AddressError as error:
         sys.exit(f"trikv-daemon: {error}")
     finally:

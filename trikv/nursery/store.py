@@ -138,6 +138,10 @@ class Store:
             self._note(key, call.words, None)
         return hit
 
+    def settle(self) -> None:
+        """Do what a query left for later."""
+        self.cache.settle()
+
     def prepare_save(
         self, session: SessionId, name: InstanceName | None, call: Save
     ) -> tuple[SavePlan, GroupLayout]:

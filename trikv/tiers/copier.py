@@ -24,8 +24,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.chunks import Cut, next_copy
-from trikv.core.words import Offsets
+from trikv.core.chunks import Sorted, chunk_blocks, next_copy
 from trikv.tiers.frames import (
     AttachOrder,
     CopyOrder,
@@ -58,21 +57,25 @@ class Mapped(Protocol):
         """Whether the engine's work before it last recorded event `event` (from 1) is over."""
         ...
 
-    def cut(self, order: CopyOrder) -> Cut:
-        """Divide a copy."""
+    def block_bytes(self, group: int) -> int:
+        """Of one block's page, with padding."""
         ...
 
-    def block_bytes(self, group: int) -> int:
-        """Of one block's page."""
+    def sort(self, order: CopyOrder) -> Sorted:
+        """Put a copy's blocks in order."""
         ...
 
 
 class Lane(Protocol):
-    """One direction of a device; used by one thread."""
+    """One direction of a device; used by one thread.
 
-    def start(
-        self, mapped: Mapped, group: int, blocks: NDArray[np.int32], offsets: Offsets
-    ) -> bool:
+    Attributes:
+        chunk_bytes: what a chunk should have now.
+    """
+
+    chunk_bytes: int
+
+    def start(self, mapped: Mapped, group: int, blocks: Sorted, part: slice) -> bool:
         """Begin a chunk; False: there is no room before the oldest one has ended."""
         ...
 
@@ -117,18 +120,23 @@ class Transfer:
     number: int
     mapped: Mapped
     order: CopyOrder
-    cut: Cut
+    sorted: Sorted
+    block_bytes: int
     since_s: float
     arrived: NDArray[np.bool_]
-    bytes_left: int
-    next_chunk: int = 0
-    under_way: int = 0
+    started: int = 0  # blocks
+    under_way: int = 0  # chunks
     is_stopped: bool = False
+
+    @property
+    def bytes_left(self) -> int:
+        """That have not been started."""
+        return (len(self.arrived) - self.started) * self.block_bytes
 
     @property
     def is_started(self) -> bool:
         """No further chunk will be started."""
-        return self.is_stopped or self.next_chunk == self.cut.chunk_count
+        return self.is_stopped or self.started == len(self.arrived)
 
 
 class Work:
@@ -198,15 +206,16 @@ class Work:
                 break
 
     def _transfer(self, number: int, order: CopyOrder) -> Transfer:
-        mapped, count = self._mapped[order.attachment], len(order.blocks)
+        since_s = time.perf_counter()
+        mapped = self._mapped[order.attachment]
         return Transfer(
             number,
             mapped,
             order,
-            mapped.cut(order),
-            time.perf_counter(),
-            np.zeros(count, np.bool_),
-            count * mapped.block_bytes(order.group),
+            mapped.sort(order),
+            mapped.block_bytes(order.group),
+            since_s,
+            np.zeros(len(order.blocks), np.bool_),
         )
 
     def _show_life(self) -> None:
@@ -216,14 +225,15 @@ class Work:
             self._sock.sendall(pack(Kind.ALIVE, 0))
 
     def _start(self, lane: Lane, transfer: Transfer) -> bool:
-        begin, end = transfer.cut.starts[transfer.next_chunk : transfer.next_chunk + 2].tolist()
-        blocks, offsets = transfer.cut.blocks[begin:end], transfer.cut.offsets[begin:end]
-        if not lane.start(transfer.mapped, transfer.order.group, blocks, offsets):
+        begin = transfer.started
+        size = chunk_blocks(begin, page_bytes=transfer.block_bytes, chunk_bytes=lane.chunk_bytes)
+        end = min(begin + size, len(transfer.arrived))
+        group = transfer.order.group
+        if not lane.start(transfer.mapped, group, transfer.sorted, slice(begin, end)):
             assert self._moving, "a chunk that never fits"
             return False
-        transfer.next_chunk += 1
+        transfer.started = end
         transfer.under_way += 1
-        transfer.bytes_left -= (end - begin) * transfer.mapped.block_bytes(transfer.order.group)
         self._moving.append((transfer, begin, end))
         if transfer.is_started:
             self._waiting.remove(transfer)
@@ -232,7 +242,7 @@ class Work:
     def _finish(self, lane: Lane) -> None:
         lane.wait()
         transfer, begin, end = self._moving.popleft()
-        transfer.arrived[transfer.cut.order[begin:end]] = True
+        transfer.arrived[transfer.sorted.order[begin:end]] = True
         transfer.under_way -= 1
         self._end_if_over(transfer)
 

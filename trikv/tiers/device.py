@@ -46,7 +46,8 @@ class GpuDevice:
     note: Callable[[bytes], None] = lambda _: None
     _lanes: list[GpuLane] = field(default_factory=list)
     _opened: dict[bytes, list[int]] = field(default_factory=dict)  # handle: address, users
-    _staged: int = 0
+    _ranks: int = 0
+    _is_ready: bool = False  # all of the pool is registered
     _registered: NDArray[np.bool_] = field(init=False)
     _registering: threading.Lock = field(default_factory=threading.Lock)
 
@@ -73,6 +74,7 @@ class GpuDevice:
         begin_s = time.perf_counter()
         for slab in range(len(self._registered)):
             self._register(slab)
+        self._is_ready = True
         took_s = round(time.perf_counter() - begin_s, 3)
         self.tell("pool.registered", bytes=self.pool_bytes, took_s=took_s)
 
@@ -82,6 +84,8 @@ class GpuDevice:
 
     def register_slabs(self, offsets: Offsets) -> None:
         """Have the slabs of these pages registered now."""
+        if self._is_ready:
+            return
         slabs = offsets // self.slab_bytes
         if not self._registered[slabs].all():
             for slab in np.unique(slabs).tolist():
@@ -111,11 +115,11 @@ class GpuDevice:
                 groups.append(_map_group(group, addresses))
                 undo.callback(gpu.free, groups[-1].rows)
             undo.pop_all()
-        self._staged += any(not group.is_direct for group in groups)
-        return GpuMemory(order.handles, tuple(events), tuple(groups))
+        self._ranks += 1
+        return GpuMemory(order.handles, tuple(events), tuple(groups), self.slab_bytes)
 
     def detach(self, mapped: Mapped) -> None:
-        """See `Device`; the last rank whose pieces are scattered takes the staging along."""
+        """See `Device`; the last rank takes the staging along."""
         memory = cast("GpuMemory", mapped)
         for group in memory.groups:
             gpu.free(group.rows)
@@ -123,11 +127,10 @@ class GpuDevice:
             gpu.close_event(event)
         for handle in memory.handles:
             self._close(handle)
-        if any(not group.is_direct for group in memory.groups):
-            self._staged -= 1
-            if self._staged == 0:
-                for lane in self._lanes:
-                    lane.drop_staging()
+        self._ranks -= 1
+        if self._ranks == 0:
+            for lane in self._lanes:
+                lane.drop_staging()
 
     def _open(self, handle: bytes) -> int:
         """Each allocation is mapped once, whoever registers it how often."""

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 THREADS: Final = 256
 UNITS_PER_THREAD: Final = 8
+ROWS_MAX: Final = 960
+"""Blocks of one launch: their numbers are arguments, which may have 4 KiB together."""
 WIDTHS: Final = {
     16: "uint4",
     8: "uint2",
@@ -22,16 +24,13 @@ WIDTHS: Final = {
 }
 
 _TEMPLATE: Final = """
-// Row y moves block ids[y]; its page lies at staging + y * pitch, as pieces one after another.
+// Row y moves block ids.of[y]; its page lies at staging + y * pitch, as pieces one after another.
 // table: base, stride and first unit of each piece.
 // each: units of a piece where all have as many, else 0.
 extern "C" __global__ void move_%(width)d(const unsigned long long* table, unsigned int pieces,
-    unsigned int each, unsigned int units, const int* ids, unsigned char* staging,
-    unsigned long long pitch, unsigned int into_engine) {
-  __shared__ int shared_id;
-  if (threadIdx.x == 0) shared_id = ids[blockIdx.y];
-  __syncthreads();
-  const unsigned long long id = (unsigned long long)shared_id;
+    unsigned int each, unsigned int units, unsigned char* staging, unsigned long long pitch,
+    unsigned int into_engine, const Ids ids) {
+  const unsigned long long id = (unsigned long long)ids.of[blockIdx.y];
   %(type)s* page = (%(type)s*)(staging + blockIdx.y * pitch);
   const unsigned int step = gridDim.x * blockDim.x;
   for (unsigned int u = blockIdx.x * blockDim.x + threadIdx.x; u < units; u += step) {
@@ -53,7 +52,7 @@ extern "C" __global__ void move_%(width)d(const unsigned long long* table, unsig
 }
 """
 
-SOURCE: Final = "\n".join(
+SOURCE: Final = f"struct Ids {{ int of[{ROWS_MAX}]; }};\n" + "\n".join(
     _TEMPLATE % {"width": width, "type": name} for width, name in WIDTHS.items()
 )
 
@@ -103,3 +102,44 @@ def table(
         int(units[0]) if is_even else 0,
         int(units.sum()),
     )
+
+
+class Arguments:
+    """The kernel's arguments in memory, as a launch reads them; used again and again.
+
+    Attributes:
+        pointers: uint64[8], where each argument lies.
+    """
+
+    def __init__(self) -> None:
+        self._wide = np.zeros(3, np.uint64)  # table, staging, pitch
+        self._narrow = np.zeros(4, np.uint32)  # pieces, each, units, into_engine
+        self._ids = np.zeros(ROWS_MAX, np.int32)
+        wide = [self._wide.ctypes.data + 8 * at for at in range(3)]
+        narrow = [self._narrow.ctypes.data + 4 * at for at in range(4)]
+        order = [wide[0], narrow[0], narrow[1], narrow[2], wide[1], wide[2], narrow[3]]
+        self.pointers = np.array([*order, self._ids.ctypes.data], np.uint64)
+
+    def set(
+        self,
+        of: Table,
+        rows: int,
+        ids: NDArray[np.int32],
+        staging: int,
+        pitch: int,
+        *,
+        into_engine: bool,
+    ) -> None:
+        """Fill in one launch.
+
+        Args:
+            of: the group's table.
+            rows: address of `of.rows` on the GPU.
+            ids: of the engine's blocks, at most `ROWS_MAX`.
+            staging: address of the first page.
+            pitch: from page to page.
+            into_engine: direction.
+        """
+        self._wide[:] = rows, staging, pitch
+        self._narrow[:] = of.pieces, of.each, of.units, into_engine
+        self._ids[: len(ids)] = ids

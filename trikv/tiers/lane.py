@@ -4,14 +4,15 @@ Decided here: which copies go straight by the copy engine and which are gathered
 them is under way, and where in the staging. This file does not know whose memory it is or who
 waits.
 
-    large pieces      one request to the copy engine each, neighbours merged
-    scattered pieces  gathered by a kernel into staging, then one request a run of pages
+    gathered  by a kernel into staging, then one request to the copy engine a run of pages
+    direct    one request for each piece, neighbours merged: large pieces of a busy GPU
 
-Two processes' kernels share a busy GPU by time slices of about 2 ms, so a chunk may wait that long
-for its kernel: what keeps the bus busy meanwhile is staging for many chunks, not large chunks.
+Two processes' kernels share a busy GPU by time slices of about 2 ms: each chunk may wait that long
+for its kernel, and each kernel costs the engine a switch. So chunks are small while the GPU is ours
+and large when kernels are seen to wait, and pieces that the copy engine is good at need none.
 """
 
-import ctypes
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Final, Protocol, cast
@@ -19,26 +20,21 @@ from typing import Final, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.chunks import Cut, Ring, Runs, cut, page_runs, piece_runs
-from trikv.core.pages import PAGE_ALIGN
+from trikv.core.chunks import Ring, Runs, Sorted, page_runs, piece_runs, sort
 from trikv.core.words import Offsets
 from trikv.tiers import gpu, kernels
 from trikv.tiers.copier import Mapped
 from trikv.tiers.frames import CopyOrder
 
 CHUNK_BYTES: Final = 16 << 20
+CHUNK_BYTES_BUSY: Final = 64 << 20
+BUS_BYTES_S: Final = 40e9
+LATE_S: Final = 0.0005
+"""A chunk that ends so much later than the bus needs has waited for the GPU's other users."""
+BUSY_S: Final = 1.0
+"""How long chunks stay large after one was late: with many of them under way none is seen late."""
 DIRECT_WINDOW_BYTES: Final = 64 << 20
 STAGING_BYTES_MIN: Final = 16 << 20
-_KERNEL_TYPES: Final = (
-    ctypes.c_uint64,
-    ctypes.c_uint32,
-    ctypes.c_uint32,
-    ctypes.c_uint32,
-    ctypes.c_uint64,
-    ctypes.c_uint64,
-    ctypes.c_uint64,
-    ctypes.c_uint32,
-)
 
 
 class Owner(Protocol):
@@ -85,19 +81,20 @@ class GpuMemory:
     handles: tuple[bytes, ...]
     events: tuple[gpu.Handle, ...]
     groups: tuple[Group, ...]
+    slab_bytes: int
 
     def is_over(self, event: int) -> bool:
         """See `Mapped`."""
         return event == 0 or gpu.is_over(self.events[event - 1])
 
-    def cut(self, order: CopyOrder) -> Cut:
-        """See `Mapped`."""
-        pitch = self.groups[order.group].pitch
-        return cut(order.blocks, order.offsets, page_bytes=pitch, chunk_bytes=CHUNK_BYTES)
-
     def block_bytes(self, group: int) -> int:
         """See `Mapped`."""
-        return self.groups[group].page_bytes
+        return self.groups[group].pitch
+
+    def sort(self, order: CopyOrder) -> Sorted:
+        """See `Mapped`."""
+        pitch = self.groups[order.group].pitch
+        return sort(order.blocks, order.offsets, page_bytes=pitch, slab_bytes=self.slab_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,8 +102,9 @@ class _Moving:
     """A chunk under way."""
 
     end: gpu.Handle
-    between: gpu.Handle | None  # of the two steps of a staged chunk
-    direct_bytes: int
+    between: gpu.Handle | None  # the two steps of a staged chunk; None: direct
+    bytes: int
+    due_s: float  # when it has ended, if only the bus holds it up
 
 
 class GpuLane:
@@ -118,33 +116,37 @@ class GpuLane:
         self._bus, self._cores = gpu.new_stream(), gpu.new_stream()
         self._events: list[gpu.Handle] = []
         self._moving: deque[_Moving] = deque()
-        self._direct_bytes = 0
+        self._bytes = 0  # under way
+        self._busy_until_s = 0.0
+        self.chunk_bytes = CHUNK_BYTES
         self._ring = Ring(0)
         self._staging = 0
-        self._ids: NDArray[np.int32] | None = None
-        self._ids_address = 0
+        self._arguments = kernels.Arguments()
         self._is_short = False
 
-    def start(
-        self, mapped: Mapped, group: int, blocks: NDArray[np.int32], offsets: Offsets
-    ) -> bool:
+    def start(self, mapped: Mapped, group: int, blocks: Sorted, part: slice) -> bool:
         """See `Lane`."""
         facts = cast("GpuMemory", mapped).groups[group]
+        ids, offsets = blocks.blocks[part], blocks.offsets[part]
         self._device.register_slabs(offsets)
-        need = len(blocks) * facts.pitch
-        if not facts.is_direct and self._has_staging(need):
-            return self._start_staged(facts, blocks, offsets)
-        return self._start_direct(facts, blocks, offsets)
+        is_direct = facts.is_direct and time.perf_counter() < self._busy_until_s
+        if not is_direct and self._has_staging(len(ids) * facts.pitch):
+            return self._start_staged(facts, ids, offsets, blocks.heads[part])
+        return self._start_direct(facts, ids, offsets)
 
     def wait(self) -> None:
         """See `Lane`."""
         moving = self._moving.popleft()
         gpu.wait(moving.end)
         self._events.append(moving.end)
-        self._direct_bytes -= moving.direct_bytes
+        self._bytes -= moving.bytes
         if moving.between is not None:
             self._events.append(moving.between)
             self._ring.give_back()
+            now_s = time.perf_counter()
+            if now_s - moving.due_s > LATE_S:
+                self._busy_until_s = now_s + BUSY_S
+            self.chunk_bytes = CHUNK_BYTES_BUSY if now_s < self._busy_until_s else CHUNK_BYTES
 
     def drop_staging(self) -> None:
         """Give the GPU its memory back; nothing staged is under way."""
@@ -173,75 +175,69 @@ class GpuLane:
             self._device.tell(
                 "staging.short", bytes_wanted=self._device.staging_bytes, bytes_got=got
             )
-        if self._staging and self._ids is None:
-            self._ids, self._ids_address = gpu.shared_numbers(
-                self._device.staging_bytes // PAGE_ALIGN
-            )
 
-    def _start_staged(self, group: Group, blocks: NDArray[np.int32], offsets: Offsets) -> bool:
-        at = self._ring.take(len(blocks) * group.pitch)
+    def _start_staged(
+        self,
+        group: Group,
+        ids: NDArray[np.int32],
+        offsets: Offsets,
+        heads: NDArray[np.bool_],
+    ) -> bool:
+        at = self._ring.take(len(ids) * group.pitch)
         if at is None:
             return False
-        slot = at // PAGE_ALIGN  # a page has at least so many bytes, so its number has a place too
-        assert self._ids is not None
-        self._ids[slot : slot + len(blocks)] = blocks
-        staging, ids = self._staging + at, self._ids_address + 4 * slot
-        runs = page_runs(offsets, page_bytes=group.pitch, slab_bytes=self._device.slab_bytes)
-        runs[:, 0] = staging + runs[:, 0] * group.pitch
+        staging = self._staging + at
+        runs = page_runs(offsets, heads, page_bytes=group.pitch)
+        runs[:, 0] += staging
         end, between = self._event(), self._event()
         first, second = (self._bus, self._cores) if self._into_engine else (self._cores, self._bus)
         if self._into_engine:
             self._move(runs)
         else:
-            self._launch(group, len(blocks), ids, staging)
+            self._launch(group, ids, staging)
         gpu.record(between, first)
         gpu.wait_in(second, between)
         if self._into_engine:
-            self._launch(group, len(blocks), ids, staging)
+            self._launch(group, ids, staging)
         else:
             self._move(runs)
         gpu.record(end, second)
-        self._moving.append(_Moving(end, between, 0))
+        self._note(end, between, len(ids) * group.pitch)
         return True
 
-    def _start_direct(self, group: Group, blocks: NDArray[np.int32], offsets: Offsets) -> bool:
-        size = len(blocks) * group.page_bytes
-        if self._direct_bytes and self._direct_bytes + size > DIRECT_WINDOW_BYTES:
+    def _start_direct(self, group: Group, ids: NDArray[np.int32], offsets: Offsets) -> bool:
+        size = len(ids) * group.page_bytes
+        if self._bytes and self._bytes + size > DIRECT_WINDOW_BYTES:
             return False
-        addresses = group.address + blocks.astype(np.int64)[:, None] * group.stride
+        addresses = group.address + ids.astype(np.int64)[:, None] * group.stride
         slab = self._device.slab_bytes
         self._move(piece_runs(addresses, offsets, group.length, slab_bytes=slab))
         end = self._event()
         gpu.record(end, self._bus)
-        self._moving.append(_Moving(end, None, size))
-        self._direct_bytes += size
+        self._note(end, None, size)
         return True
 
     def _move(self, runs: Runs) -> None:
         """Ask the copy engine; columns are addresses on the GPU, offsets in the pool, bytes."""
-        pool, stream = self._device.pool_address, self._bus
-        if self._into_engine:
-            for address, offset, size in runs.tolist():
-                gpu.to_device(address, pool + offset, size, stream)
-        else:
-            for address, offset, size in runs.tolist():
-                gpu.to_host(pool + offset, address, size, stream)
+        far = runs[:, 1] + self._device.pool_address
+        target, source = (runs[:, 0], far) if self._into_engine else (far, runs[:, 0])
+        gpu.copy(target, source, runs[:, 2], self._bus)
 
-    def _launch(self, group: Group, rows: int, ids: int, staging: int) -> None:
-        table = group.table
-        values = (
-            group.rows,
-            table.pieces,
-            table.each,
-            table.units,
-            ids,
-            staging,
-            group.pitch,
-            int(self._into_engine),
-        )
+    def _note(self, end: gpu.Handle, between: gpu.Handle | None, size: int) -> None:
+        """A chunk is under way, behind all others."""
+        self._bytes += size
+        due_s = time.perf_counter() + self._bytes / BUS_BYTES_S
+        self._moving.append(_Moving(end, between, size, due_s))
+
+    def _launch(self, group: Group, ids: NDArray[np.int32], staging: int) -> None:
+        table, arguments, most = group.table, self._arguments, kernels.ROWS_MAX
         kernel = self._device.kernels[table.width]
-        grid = (table.grid_x, rows)
-        gpu.launch(kernel, grid, kernels.THREADS, self._cores, (values, _KERNEL_TYPES))
+        for first in range(0, len(ids), most):
+            part, place = ids[first : first + most], staging + first * group.pitch
+            into_engine = self._into_engine
+            arguments.set(table, group.rows, part, place, group.pitch, into_engine=into_engine)
+            grid, where = (table.grid_x, len(part)), int(arguments.pointers.ctypes.data)
+            gpu.launch(kernel, grid, kernels.THREADS, self._cores, where)
 
     def _event(self) -> gpu.Handle:
         return self._events.pop() if self._events else gpu.new_event()

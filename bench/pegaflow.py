@@ -1,0 +1,177 @@
+"""PegaFlow's own client asking its own server, to be measured beside ours in one run.
+
+Never a dependency: where its wheel, torch or a GPU is missing, there is nothing to measure, and the
+reason is printed. Its server links to a shared libpython and needs CUDA.
+"""
+
+import contextlib
+import importlib.util
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import daemons
+
+READY_S = 180.0
+LAYER = "ALL_LAYERS"
+BLOCK_SHAPE = (2, 16, 8, 64)  # K and V, tokens, heads, head: 32 KiB of bf16 a block
+NAMESPACE = "bench"
+
+Ask = Callable[[int, int], float]
+"""Of so many hashes, which of the prompts: seconds until the answer was there."""
+
+
+@contextlib.contextmanager
+def look_up(counts: Sequence[int], prompts: int) -> Iterator[Ask | None]:
+    """Run its server with so many resident prompts of each size; None where that cannot be."""
+    missing = _missing()
+    if missing:
+        print(f"not measured beside PegaFlow: {missing}", file=sys.stderr)
+        yield None
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            ask = stack.enter_context(_serve(counts, prompts))
+        except Exception as error:  # noqa: BLE001  # whatever it is, ours is measured without
+            print(f"not measured beside PegaFlow: {error}", file=sys.stderr)
+            ask = None
+        yield ask
+
+
+def _missing() -> str:
+    for package in ("pegaflow", "torch"):
+        if importlib.util.find_spec(package) is None:
+            return f"there is no package {package}"
+    import torch  # noqa: PLC0415  # optional
+
+    return "" if torch.cuda.is_available() else "there is no GPU"
+
+
+@contextlib.contextmanager
+def _serve(counts: Sequence[int], prompts: int) -> Iterator[Ask]:
+    spec = importlib.util.find_spec("pegaflow")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    package = Path(next(iter(spec.submodule_search_locations)))
+    address, http = f"127.0.0.1:{_free_port()}", f"127.0.0.1:{_free_port()}"
+    command = [str(package / "pegaflow-server-py"), "--addr", address, "--http-addr", http]
+    command += ["--devices", "0", "--pool-size", "4gb", "--disable-numa-affinity"]
+    with tempfile.TemporaryFile() as log:
+        server = subprocess.Popen(
+            [*command, "--log-level", "warn"],
+            env=_environment(package),
+            stdout=log,
+            stderr=log,
+            preexec_fn=daemons.die_with_parent,  # noqa: PLW1509
+        )
+        try:
+            _await_health(f"http://{http}/health", server)
+            yield _fill(f"http://{address}", counts, prompts)
+        except RuntimeError as error:
+            log.seek(0)
+            tail = log.read()[-2_000:].decode(errors="replace")
+            raise RuntimeError(f"{error}\n{tail}") from None
+        finally:
+            server.terminate()
+            server.wait(30)
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _environment(package: Path) -> dict[str, str]:
+    """So that it finds libpython, the CUDA libraries that pip has brought, and its own package."""
+    folders = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    libraries = [str(path) for one in folders for path in Path(one, "nvidia").glob("*/lib")]
+    before = os.environ.get("LD_LIBRARY_PATH", "")
+    return os.environ | {
+        "LD_LIBRARY_PATH": ":".join([sysconfig.get_config_var("LIBDIR"), *libraries, before]),
+        "PYTHONPATH": ":".join([str(package.parent), *folders]),
+        "PYTHONHOME": sys.base_prefix,
+    }
+
+
+def _await_health(url: str, server: subprocess.Popen[bytes]) -> None:
+    deadline_s = time.monotonic() + READY_S
+    while True:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=1) as answer:
+            if answer.status == 200:  # noqa: PLR2004
+                return
+        if server.poll() is not None or time.monotonic() > deadline_s:
+            raise RuntimeError("its server did not start")
+        time.sleep(0.1)
+
+
+def _fill(url: str, counts: Sequence[int], prompts: int) -> Ask:
+    """Register a KV cache and save the prompts from it."""
+    client, blocks = _attach(url, max(counts))
+    names = {(count, n): _hashes(f"{count} {n}", count) for count in counts for n in range(prompts)}
+    for (count, _), hashes in names.items():
+        is_saved, why = client.save(NAMESPACE, 0, 0, 0, [(LAYER, list(range(count)), hashes)])
+        if not is_saved:
+            raise RuntimeError(f"save: {why}")
+        deadline_s = time.monotonic() + READY_S
+        while _ask(client, hashes)[1] < count:
+            if time.monotonic() > deadline_s:
+                raise RuntimeError("what was saved is not found")
+
+    def ask(count: int, prompt: int) -> float:
+        took_s, hit_count = _ask(client, names[count, prompt])
+        assert hit_count == count
+        assert blocks is not None  # the registered memory lives as long as this is called
+        return took_s
+
+    return ask
+
+
+def _attach(url: str, block_count: int) -> tuple[Any, Any]:
+    import torch  # noqa: PLC0415  # optional
+    from pegaflow.ipc_wrapper import CudaIPCWrapper  # noqa: PLC0415
+    from pegaflow.pegaflow import EngineRpcClient  # noqa: PLC0415
+
+    blocks = torch.zeros((block_count, *BLOCK_SHAPE), dtype=torch.bfloat16, device="cuda")
+    torch.cuda.synchronize()
+    block_bytes = blocks.stride(0) * blocks.element_size()
+    client = EngineRpcClient(url)
+    wrapped = pickle.dumps(CudaIPCWrapper(blocks))
+    is_known, why = client.register_context_batch(
+        NAMESPACE, NAMESPACE, 0, 0, 1, 1, 0,
+        [LAYER], [wrapped], [block_count], [block_bytes], [0], [1], "direct", False,  # noqa: FBT003
+    )  # fmt: skip
+    if not is_known:
+        raise RuntimeError(f"register: {why}")
+    client.start_session_watcher(NAMESPACE, NAMESPACE, 1, 1)
+    return client, blocks
+
+
+def _hashes(name: str, count: int) -> list[bytes]:
+    blob = daemons.hashes(name, count)
+    size = daemons.HASH_BYTES
+    return [blob[at : at + size] for at in range(0, len(blob), size)]
+
+
+def _ask(client: Any, hashes: list[bytes]) -> tuple[float, int]:  # noqa: ANN401  # has no types
+    """Its look-up as its connector does it; the lease is given back outside of the time."""
+    from pegaflow.pegaflow import QueryReady  # noqa: PLC0415  # optional
+
+    begin_s = time.perf_counter()
+    found = client.query_prefetch(NAMESPACE, hashes, req_id=uuid.uuid4().hex)
+    took_s = time.perf_counter() - begin_s
+    if not isinstance(found, QueryReady):
+        return took_s, 0
+    if found.lease:
+        client.release(found.lease)
+    return took_s, int(found.num_hit_blocks)

@@ -1,0 +1,47 @@
+"""Around each method of a servant: how it becomes what pycapnp calls, and what a bug in it does.
+
+Decided here: an error that is no refusal ends the daemon with the story. This file does not know
+the methods.
+"""
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import capnp
+
+from trikv.core.errors import KvError
+from trikv.streams import Answered
+
+
+def fatal(method: Callable[[Any, Any], Awaitable[None]]) -> Callable[[Any, Any], Awaitable[None]]:
+    """A method that waits."""
+
+    @functools.wraps(method)
+    async def guarded(servant: Any, context: Any) -> None:
+        try:
+            await method(servant, context)
+        except (KvError, capnp.KjException):
+            raise
+        except Exception as error:
+            servant.connection.guest.fail(error)
+            raise
+
+    return guarded
+
+
+def at_once(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], Answered]:
+    """A method that waits for nothing: no task is made for it."""
+
+    @functools.wraps(method)
+    def guarded(servant: Any, context: Any) -> Answered:
+        try:
+            method(servant, context)
+        except (KvError, capnp.KjException):
+            raise
+        except Exception as error:
+            servant.connection.guest.fail(error)
+            raise
+        return Answered()
+
+    return guarded
