@@ -23,6 +23,7 @@ from trikv.core.index import Index
 from trikv.core.words import Entries, SpaceId, Words
 
 SAMPLE_BLOCKS: Final = 16_384
+FOLLOWED_MAX: Final = 1_024  # of one request; with more the rate falls: no call is long
 GIVE_UP: Final = 8  # when full, one block in so many is given up
 CHUNK_BITS: Final = 6  # bytes are summed for each chunk of so many places of the stack
 STACK_PLACES: Final = 4  # places of the stack for each block of the sample
@@ -44,7 +45,8 @@ def levels_of(space: SpaceId, words: Words) -> Places:
 class Curve:
     """Hit rate as a function of capacity in bytes, from what engines ask for and save.
 
-    At the bound: `sample_blocks` blocks are followed; more lower the rate or push out the oldest.
+    At the bound: `sample_blocks` blocks are followed, and `FOLLOWED_MAX` of one request; more lower
+    the rate or push out the oldest.
 
     Cost: `bytes_max`; 10 µs a request and 0.01 µs a block; 150 µs more with a followed block.
     """
@@ -124,10 +126,9 @@ class Curve:
         """Count the distances of a request's followed blocks, and put them on top of the stack."""
         if len(words) == 0:
             return
-        if len(words) > self._sample_blocks // 2:
-            self._lower(
-                int(np.partition(levels, self._sample_blocks // 4)[self._sample_blocks // 4])
-            )
+        if len(words) > min(FOLLOWED_MAX, self._sample_blocks // 2):
+            keep = min(FOLLOWED_MAX, self._sample_blocks // 2) // 2
+            self._lower(int(np.partition(levels, keep)[keep]))
             still = levels < self._threshold
             words, levels = words[still], levels[still]
         entries = self._index.find(space, words)

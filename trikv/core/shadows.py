@@ -18,6 +18,7 @@ from trikv.core.policies import Ground, Maker
 from trikv.core.words import Entries, SpaceId, Words
 
 SHADOW_BLOCKS: Final = 4_096
+SEEN_MAX: Final = 1_024  # blocks of one request that a shadow may see
 EVICT_SHARE: Final = 64  # one part in so many of a shadow goes at once
 
 
@@ -72,7 +73,8 @@ class Shadows:
     """One shadow for each order of eviction, all of one sample of the blocks.
 
     At the bound: a shadow has at most `shadow_blocks` blocks; a larger pool is sampled at the rate
-    at which it fits. Blocks of other sizes count as the first one that was asked for.
+    at which it fits. Of one request a shadow sees at most `SEEN_MAX` blocks: when there are more,
+    the shadows start again with a lower rate. Blocks of other sizes count as the first one.
 
     Cost: some 200 bytes a shadow block and order; 30 µs a sampled request and order.
     """
@@ -95,17 +97,30 @@ class Shadows:
     def use(self, space: SpaceId, words: Words, block_bytes: int, *, is_ask: bool) -> None:
         """A request asks for these blocks, from its first on, or saves them."""
         if not self._shadows:
-            blocks = max(1, self._pool_bytes // block_bytes)
-            size = min(blocks, self._shadow_blocks)
-            self._threshold = RATE_ONE * size // blocks
-            self._shadows = {name: Shadow(maker, size) for name, maker in self._makers.items()}
-        seen = words[levels_of(space, words) < self._threshold]
+            self._begin(block_bytes, self._shadow_blocks)
+        levels = levels_of(space, words)
+        seen = words[levels < self._threshold]
+        if len(seen) > SEEN_MAX:
+            blocks = self._blocks_of(block_bytes)
+            self._begin(block_bytes, int(blocks * self.rate * SEEN_MAX / len(seen)) // 2)
+            seen = words[levels < self._threshold]
         if len(seen) == 0:
             return
         if is_ask:
             self._asked += len(seen)
         for shadow in self._shadows.values():
             shadow.use(space, seen, is_ask=is_ask)
+
+    def _blocks_of(self, block_bytes: int) -> int:
+        return max(1, self._pool_bytes // block_bytes)
+
+    def _begin(self, block_bytes: int, blocks_max: int) -> None:
+        """Start again with empty shadows of at most so many blocks."""
+        blocks = self._blocks_of(block_bytes)
+        size = max(1, min(blocks, blocks_max))
+        self._threshold = RATE_ONE * size // blocks
+        self._asked = 0.0
+        self._shadows = {name: Shadow(maker, size) for name, maker in self._makers.items()}
 
     def halve(self) -> None:
         """Let all counts so far weigh half."""

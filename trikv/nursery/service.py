@@ -20,7 +20,7 @@ from trikv.nursery.sessions import Session, Sessions
 from trikv.nursery.store import Store
 from trikv.tiers.copies import Copy, Process
 
-DIGEST_CALLS = 2  # some 1 ms
+DIGEST_CALLS = 1  # at most some 5 ms, mostly below 1
 DIGEST_BUSY_S = 0.01
 DIGEST_IDLE_S = 0.25
 
