@@ -254,9 +254,37 @@ struct Status {
   counters @7 :List(Counter);       # monotonic since start; names as in docs/metrics.md
   stallSeconds @8 :Float32;         # longest processor time of the main thread between two turns of its loop
   copiers @9 :List(CopierStatus);   # one a GPU that an engine has registered
-  curve @10 :List(CurvePoint);      # by capacity; empty before the first query. Old queries fade by the hour
-  shadows @11 :List(ShadowStatus);  # what each order of eviction would have given, on a sample
-  tenants @12 :List(TenantStatus);  # with quotas: those that have blocks
+  windows @10 :List(WindowStatus);  # what engines asked for of late; each window of everyone, then of the
+                                    # few busiest namespaces
+  calls @11 :List(CallCount);       # calls of this interface that have ended
+  http @12 :Text;                   # URL under which /metrics lies; empty: there is no HTTP
+  curve @13 :List(CurvePoint);      # by capacity; empty before the first query. Old queries fade by the hour
+  shadows @14 :List(ShadowStatus);  # what each order of eviction would have given, on a sample
+  tenants @15 :List(TenantStatus);  # with quotas: those that have blocks
+}
+
+struct WindowStatus {
+  # Rolls: covers between 11/12 of its length and all of it. Blocks are counted once a request, however
+  # often it asks. docs/metrics.md says what the three ratios mean.
+  seconds @0 :Float64;              # its length
+  coveredSeconds @1 :Float64;       # how much of that has passed since counting began
+  namespace @2 :Text;               # fingerprint; empty: everyone
+  askedBlocks @3 :UInt64;
+  hits @4 :List(TierHits);
+  distinctBlocks @5 :UInt64;        # estimate, of the blocks asked for
+  missedDistinctBlocks @6 :UInt64;  # estimate, of those that were not at hand
+  hitRatio @7 :Float64;             # measured
+  reachableRatio @8 :Float64;       # 1 - missedDistinctBlocks / askedBlocks
+  freshRatio @9 :Float64;           # 1 - distinctBlocks / askedBlocks
+  case @10 :Text;                   # idle, low-ceiling, far-below, at-ceiling
+}
+
+struct TierHits { tier @0 :Text; blocks @1 :UInt64; }
+
+struct CallCount {
+  method @0 :Text;
+  outcome @1 :Text;                 # ok, the code of the error, or broken: the caller had gone
+  count @2 :UInt64;
 }
 
 struct TenantStatus {

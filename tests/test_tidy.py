@@ -80,6 +80,20 @@ def is_program(module: str) -> bool:
     return path.exists() and "\nif __name__ == " in path.read_text()
 
 
+@pytest.mark.parametrize(
+    ("library", "module"),
+    [
+        ("hyperloglog", "trikv.core.windows"),
+        ("prometheus_client", "trikv.nursery.metrics"),
+        ("hypercorn", "trikv.nursery.http"),
+        ("starlette", "trikv.nursery.http"),
+    ],
+)
+def test_a_library_is_known_to_one_module(library: str, module: str) -> None:
+    graph = grimp.build_graph("trikv", include_external_packages=True, cache_dir=None)
+    assert graph.find_modules_that_directly_import(library) == {module}
+
+
 def test_entry_points_exist() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     targets = [

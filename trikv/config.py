@@ -19,6 +19,10 @@ from trikv import __version__
 UNITS: Final = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40}
 
 
+SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+DURATIONS_MAX: Final = 6
+
+
 class SettingError(ValueError):
     """A setting cannot be used; the message is one line that names it."""
 
@@ -45,6 +49,9 @@ class Settings:
     fill_seconds: float
     drain_seconds: float
     freeze_seconds: float
+    state_dir: str | None
+    http_addr: str | None
+    metric_hll_windows: tuple[float, ...]
     log_level: str
     log_format: str
 
@@ -106,6 +113,24 @@ def _size(low: int) -> Callable[[str], int]:
         return value
 
     return read
+
+
+def read_durations(text: str) -> tuple[float, ...]:
+    """Read `15m,1h,24h`, shortest first.
+
+    Raises:
+        ValueError: not one to `DURATIONS_MAX` different times from a minute to 30 days.
+    """
+    seconds = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,7})\s*([smhd])\s*", part.lower())
+        value = int(match[1]) * SECONDS[match[2]] if match is not None else 0
+        if not SECONDS["m"] <= value <= 30 * SECONDS["d"]:
+            raise ValueError("expected times from 1m to 30d, such as 15m,1h,24h")
+        seconds.append(float(value))
+    if len(seconds) > DURATIONS_MAX or len(set(seconds)) < len(seconds):
+        raise ValueError(f"expected at most {DURATIONS_MAX} different times")
+    return tuple(sorted(seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +260,26 @@ OPTIONS: Final = (
         "the engine knows that nothing is written any more; 0: the engine waits",
     ),
     Option(
+        "state-dir",
+        str,
+        None,
+        "folder for the small file of hit-rate windows that outlives the daemon; default: beside "
+        "the unix socket; a daemon on TCP keeps none",
+    ),
+    Option(
+        "http-addr",
+        str,
+        None,
+        "host:port of /metrics, /health and /ready, or off; default: 127.0.0.1:9091, and without "
+        "HTTP when that is taken",
+    ),
+    Option(
+        "metric-hll-windows",
+        read_durations,
+        (900.0, 3600.0, 86400.0),
+        "how far back hit rates and their ceilings look [15m,1h,24h]",
+    ),
+    Option(
         "log-level",
         _choice("debug", "info", "warning", "error"),
         "info",
@@ -268,7 +313,8 @@ def parser() -> argparse.ArgumentParser:
         "--config", metavar="FILE", help="TOML file of settings, named as the flags (TRIKV_CONFIG)"
     )
     for option in OPTIONS:
-        shown = f"{option.help} [{option.default}]" if option.default is not None else option.help
+        is_plain = option.default is not None and not isinstance(option.default, tuple)
+        shown = f"{option.help} [{option.default}]" if is_plain else option.help
         if option.read is read_bool:
             made.add_argument(
                 f"--{option.name}", nargs="?", const="true", metavar="true|false", help=shown

@@ -43,6 +43,7 @@ def step_output(
             num_computed_tokens=[computed for _, computed in cached.values()],
         ),
         num_scheduled_tokens=scheduled or {},
+        total_num_scheduled_tokens=sum((scheduled or {}).values()),
         preempted_req_ids=set(preempted),
     )
 

@@ -30,6 +30,9 @@ GOOD: dict[str, tuple[str, object, str, object]] = {  # two values of each: text
     "fill-seconds": ("1", 1.0, "3600.0", 3600.0),
     "drain-seconds": ("0", 0.0, "600", 600.0),
     "freeze-seconds": ("0", 0.0, "3600", 3600.0),
+    "state-dir": ("/a", "/a", "b/c", "b/c"),
+    "http-addr": ("off", "off", "[::1]:0", "[::1]:0"),
+    "metric-hll-windows": ("60s", (60.0,), "24h, 15M,30d", (900.0, 86400.0, 2592000.0)),
     "log-level": ("debug", "debug", "error", "error"),
     "log-format": ("json", "json", "console", "console"),
 }
@@ -44,6 +47,17 @@ BAD: dict[str, list[str]] = {
     "trace-block-tokens": ["0", "1048577", "x"],
     "copy-threads": ["0", "65", "two"],
     "gpu-staging": ["1023kb", "much"],
+    "metric-hll-windows": [
+        "59s",
+        "31d",
+        "15",
+        "m",
+        "1.5h",
+        "15m,",
+        "60s,1m",
+        "-5m",
+        "1h,2h,3h,4h,5h,6h,7h",
+    ],
     "lease-seconds": ["0.99", "3600.1", "nan", "inf", "-inf", "1s"],
     "heartbeat-seconds": ["0.49", "3601"],
     "fill-seconds": ["0.99", "3601"],
@@ -78,7 +92,13 @@ def refusal(arguments: list[str], environ: dict[str, str]) -> str:
 def test_each_setting_is_an_option_and_is_tried_here() -> None:
     assert [option.key for option in OPTIONS] == [field.name for field in fields(Settings)]
     assert GOOD.keys() == BY_NAME.keys()
-    assert BAD.keys() == BY_NAME.keys() - {"addr", "quota-file", "record-trace"}
+    assert BAD.keys() == BY_NAME.keys() - {
+        "addr",
+        "http-addr",
+        "quota-file",
+        "record-trace",
+        "state-dir",
+    }  # whoever opens them says
 
 
 def test_without_sources_all_are_defaults() -> None:

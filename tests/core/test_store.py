@@ -21,6 +21,7 @@ from trikv.core.errors import (
 from trikv.core.layout import GroupLayout, Piece, Range
 from trikv.core.namespace import Fields
 from trikv.core.plans import Hit, Limits, LoadPlan, SavePlan
+from trikv.core.windows import Windows
 from trikv.core.words import InstanceName, LeaseId, RequestId, SessionId, Words
 from trikv.nursery import store as module
 from trikv.nursery.store import Store
@@ -120,7 +121,7 @@ def clock() -> Clock:
 def store(clock: Clock) -> Store:
     limits = Limits(lease_s=LEASE_S, fill_s=FILL_S, filling_fraction_many_ranks=0.5)
     cache = Cache(4 * SLAB, SLAB, entries_max=64, seed=1, limits=limits)
-    return Store(cache, Engines(instances_max=4), clock)
+    return Store(cache, Engines(instances_max=4), clock, Windows((60.0,), now_s=clock()))
 
 
 @pytest.fixture

@@ -53,6 +53,8 @@ def start_daemon(start: Start, folder: Path, *arguments: str, **environ: str) ->
     """Start a daemon on a private socket and wait for its ready line."""
     path, log = folder / "run" / "trikv.sock", folder / f"daemon-{time.monotonic_ns()}.log"
     given = arguments if "--addr" in arguments else ("--addr", f"unix:{path}", *arguments)
+    if "--http-addr" not in given:  # one port of the host, and many daemons
+        given = (*given, "--http-addr", "off")
     if "--pool-size" not in given:
         given = (*given, "--pool-size", "64mb")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIKV_")}

@@ -21,6 +21,7 @@ from trikv.core.engines import Engines
 from trikv.core.errors import EngineLostError, KvError
 from trikv.core.layout import Piece, Range
 from trikv.core.plans import Limits
+from trikv.core.windows import Windows
 from trikv.core.words import InstanceName, LeaseId, RequestId
 from trikv.nursery.copying import Copying
 from trikv.nursery.service import Service, sweep
@@ -260,7 +261,8 @@ class World:
         pool_bytes = slabs * slab_bytes
         self.cache = Cache(pool_bytes, slab_bytes, entries_max=256, seed=seed, limits=limits)
         self.memory = FakeMemory(pool_bytes, self.rng, faults)
-        store = Store(self.cache, Engines(16), trio.current_time)
+        windows = Windows((60.0, 600.0), now_s=trio.current_time())
+        store = Store(self.cache, Engines(16), trio.current_time, windows)
         self.sessions = Sessions(store, 256, 10.0, self.memory.detach)
         self.saving, self.loading = (
             Copying(name, self.memory, self.sessions, workers=2, queue_jobs_max=8)

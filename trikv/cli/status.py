@@ -13,6 +13,7 @@ import capnp
 
 from trikv import wire
 from trikv.address import Address
+from trikv.cli.ceiling import render_ceiling
 
 Facts = dict[str, Any]
 KIB = 1024
@@ -99,6 +100,8 @@ def render(facts: Facts) -> list[str]:
         f"leases    {pool['leaseCount']} hold {_size(pool['pinnedBytes'])}",
         f"slabs     {free}, {each} each",
         *_traffic(facts["counters"]),
+        *([f"metrics   {facts['http']}/metrics"] if facts["http"] else []),
+        *render_ceiling(facts["windows"]),
         *_insight(facts),
     ]
     lines += ["", f"{'namespace':<10}{'blocks':>9}{'size':>11}{'engines':>9}  label"]

@@ -358,7 +358,7 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Ended requests whose blocks may go, and requests whose load has ended."""
         if self._worker is None:
             return None, None
-        sent, loaded = self._worker.finished()
+        sent, loaded = self._worker.finished(is_idle=self._jobs.is_idle)
         return sent or None, loaded or None
 
     @guarded(set)

@@ -5,6 +5,14 @@ and between daemon versions. This file does not know vLLM, sockets or tensors.
 """
 
 from dataclasses import dataclass, field
+from typing import Final
+
+IDLE_S: Final = 0.001
+"""How long a step that computes nothing may wait for an answer, instead of going round at once.
+
+An engine that waits for a load goes round its loop without sleeping, and takes the processor from
+the thread that hears the answer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +45,7 @@ class StepJobs:
     saves: tuple[SaveJob, ...] = ()
     preempted: frozenset[str] = frozenset()  # their blocks may be overwritten in this very step
     delayed: tuple[str, ...] = ()  # ended; their blocks are kept until reported as sent
+    is_idle: bool = False  # nothing is computed in this step: waiting a little costs nobody time
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
 """The scheduler's half: what to promise, what to load, what to save, what to hold back.
 
-Decided here: every answer that vLLM's scheduler gets. All hooks run on its thread and none waits;
-look-ups run in the background and are collected when they are asked for. This file does not know
+Decided here: every answer that vLLM's scheduler gets. All hooks run on its thread and none waits,
+but a moment for an answer while the engine has nothing else to do; look-ups run in the background
+and are collected when they are asked for. This file does not know
 sockets, tensors or vLLM's classes: it reads a few attributes of requests and scheduler outputs.
 
 A request's life, as far as it is kept here:
@@ -16,10 +17,11 @@ from __future__ import annotations
 
 import itertools
 import time
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, Final
 
 from trikv.connector.calls import ID_BYTES, Answer, Calls, count_real, pack, unpack
-from trikv.connector.jobs import LoadJob, Report, SaveJob, StepJobs
+from trikv.connector.jobs import IDLE_S, LoadJob, Report, SaveJob, StepJobs
 from trikv.connector.link import CallError
 from trikv.connector.tally import Tally
 from trikv.connector.tracks import Found, Lookup, Policy, Track
@@ -61,6 +63,7 @@ class SchedulerHalf:
         self._savers: dict[int, Track] = {}  # by number of a save under way
         self._releases: list[str] = []
         self._is_late = False
+        self._is_idle = False  # the last step computed nothing
         self._has_said_hit = False
         self.promises = True  # False after a failure of ours: nothing more is promised
         self.tally = Tally()
@@ -108,6 +111,10 @@ class SchedulerHalf:
             return 0, False
         if track.asked_s is None:
             track.asked_s = now_s
+            if self._is_idle and not self._is_late:
+                wait((track.lookup.future,), IDLE_S)
+                computed_tokens = track.local_count * self._policy.block_tokens
+                return self.matched(track.request, computed_tokens)
         patience_s = self._policy.query_s / (LATE_FACTOR if self._is_late else 1)
         if now_s - track.asked_s >= patience_s:
             self.tally.add("queries_late")
@@ -228,7 +235,8 @@ class SchedulerHalf:
             self._release()
         except Exception:  # noqa: BLE001  # the loads above must be handed over
             self._log.exception("TriKV: a step's saves were not planned")
-        return StepJobs(loads, tuple(saves), preempted, delayed)
+        self._is_idle = getattr(output, "total_num_scheduled_tokens", 1) == 0
+        return StepJobs(loads, tuple(saves), preempted, delayed, self._is_idle)
 
     def _preempt(self, request_id: str) -> None:
         """Its blocks are gone; the workers void the saves that may still read them."""

@@ -19,6 +19,7 @@ away what it may still read. So nothing ever waits for a save but an ended reque
 from __future__ import annotations
 
 import time
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +27,7 @@ from trikv.connector import cuda, layouts
 from trikv.connector.calls import Calls, Saved, unpack
 from trikv.connector.client import Attached, Introduction
 from trikv.connector.fences import Fences
-from trikv.connector.jobs import LoadJob, Report, SaveJob
+from trikv.connector.jobs import IDLE_S, LoadJob, Report, SaveJob
 from trikv.connector.link import AbsentError, CallError, UnknownError
 from trikv.connector.tally import Tally
 
@@ -194,8 +195,16 @@ class WorkerHalf:
 
     # -- reporting -------------------------------------------------------------------------------
 
-    def finished(self) -> tuple[set[str], set[str]]:
-        """Requests whose saves have ended after `delay`, and whose loads have ended; each once."""
+    def finished(self, *, is_idle: bool = False) -> tuple[set[str], set[str]]:
+        """Requests whose saves have ended after `delay`, and whose loads have ended; each once.
+
+        Args:
+            is_idle: nothing is computed in this step: the end of a load may be waited for a little.
+        """
+        if is_idle:
+            futures = [one.future for one in self._loading.values() if one.future is not None]
+            if futures:
+                wait(futures, IDLE_S, FIRST_COMPLETED)
         for request in list(self._saving):
             self._collect_saves(request)
         sent = set()

@@ -1,9 +1,25 @@
 """What has happened since the daemon started, in numbers.
 
-Decided here: the closed list of counters. Each has a row in docs/metrics.md.
+Decided here: the closed lists of counters and calls. Each has a row in docs/metrics.md.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Final
+
+OK: Final = "ok"
+BROKEN: Final = "broken"
+METHODS: Final = (
+    "hello",
+    "status",
+    "declare",
+    "register",
+    "query",
+    "save",
+    "load",
+    "release",
+    "heartbeat",
+    "reset",
+)
 
 
 @dataclass(slots=True)
@@ -47,4 +63,27 @@ class Counters:
 
     def items(self) -> list[tuple[str, int]]:
         """Names with the service's prefix, and values."""
-        return [(f"trikv_{field.name}", getattr(self, field.name)) for field in fields(self)]
+        return [(f"trikv_{one.name}", getattr(self, one.name)) for one in fields(self)]
+
+
+def _no_calls() -> dict[tuple[str, str], int]:
+    return {(method, OK): 0 for method in METHODS}
+
+
+@dataclass(slots=True)
+class CallCounts:
+    """Calls that have ended, by method and outcome.
+
+    An outcome is `ok`, the code of the error that was answered, or `broken`: the caller had gone.
+    """
+
+    by_outcome: dict[tuple[str, str], int] = field(default_factory=_no_calls)
+
+    def note(self, method: str, outcome: str) -> None:
+        """One more has ended."""
+        key = (method, outcome)
+        self.by_outcome[key] = self.by_outcome.get(key, 0) + 1
+
+    def rows(self) -> list[tuple[tuple[str, str], int]]:
+        """All of them, by name."""
+        return sorted(self.by_outcome.items())

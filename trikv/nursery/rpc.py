@@ -18,6 +18,7 @@ import capnp
 import structlog
 
 from trikv import __version__, wire
+from trikv.core.counters import OK
 from trikv.core.errors import BadRequestError, ForbiddenError, KvError, UnsupportedVersionError
 from trikv.nursery.callers import peer_pid
 from trikv.nursery.guards import at_once, fatal
@@ -50,6 +51,7 @@ class Connection:
         self.open_process = open_process
         self.sessions: set[Session] = set()
         self.loop = asyncio.get_running_loop()
+        self._refused = OK
 
     def end_soon(self, session: Session) -> None:
         """A session's capability was freed, on whatever thread: end it on ours."""
@@ -73,10 +75,16 @@ class Connection:
             self.guest.fail(error)
             raise
 
+    def count(self, method: str) -> None:
+        """A call has ended; were it refused, that was just now, with no checkpoint in between."""
+        self.facts.calls.note(method, self._refused)
+        self._refused = OK
+
     def refuse(self, reply: Any, error: KvError) -> None:
         """Write an expected error into a reply's union."""
         self.service.store.cache.counters.error_total += 1
         log.debug("call.refused", code=error.code, reason=str(error))
+        self._refused = error.code
         refusal = reply.init("error")
         refusal.code = error.code
         refusal.message = str(error)[:MESSAGE_CHARS_MAX]

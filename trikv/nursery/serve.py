@@ -11,10 +11,12 @@ import importlib.util
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import capnp
@@ -30,12 +32,16 @@ from trikv.core.pages import PAGE_ALIGN
 from trikv.core.plans import Limits
 from trikv.core.policies import ADMISSION, DEFAULT, MAKERS, Maker
 from trikv.core.tenants import Tenants
+from trikv.core.windows import Windows
+from trikv.nursery.ceiling import CeilingTask, state_path
 from trikv.nursery.copiers import Copiers, PoolPlace
 from trikv.nursery.copying import Copying
 from trikv.nursery.guest import Guest
+from trikv.nursery.http import HttpServer, listen, url_of
 from trikv.nursery.listening import AddressError, bind
 from trikv.nursery.logs import set_up_logging
 from trikv.nursery.memories import Memories
+from trikv.nursery.metrics import Page
 from trikv.nursery.quotas import read_rules, watch
 from trikv.nursery.recording import Recorder
 from trikv.nursery.rpc import Listener
@@ -61,6 +67,14 @@ COLLECT_S = 5.0
 EXIT_USAGE = 2
 
 
+@dataclass(slots=True)
+class Places:
+    """What is known once the daemon listens: where its windows are kept, and its HTTP socket."""
+
+    windows: Path | None = None
+    http: socket.socket | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Daemon:
     """The parts of a running daemon, wired."""
@@ -69,6 +83,7 @@ class Daemon:
     pool: pools.Pool
     service: Service
     facts: Facts
+    places: Places = field(default_factory=Places)
 
 
 def slab_bytes_for(pool_bytes: int, wanted: int | None) -> int:
@@ -130,9 +145,15 @@ def build(settings: Settings, pool: pools.Pool, guard: FreezeGuard | None) -> Da
         policy=policy_of(settings),
         tenants=tenants_of(settings, pool.bytes),
     )
-    insight = Insight(cache.pages.capacity_bytes)
-    recorder = Recorder(settings.record_trace) if settings.record_trace else None
-    store = Store(cache, Engines(settings.max_engines), trio.current_time, insight, recorder)
+    windows = Windows(settings.metric_hll_windows, now_s=0.0)
+    store = Store(
+        cache,
+        Engines(settings.max_engines),
+        trio.current_time,
+        windows,
+        insight=Insight(cache.pages.capacity_bytes),
+        recorder=Recorder(settings.record_trace) if settings.record_trace else None,
+    )
     staging_bytes = settings.gpu_staging // 2 // PAGE_ALIGN * PAGE_ALIGN  # a direction
     place = PoolPlace(pool.fd, pool.bytes, cache.pages.slab_bytes, staging_bytes)
     copiers = Copiers(place, cuda_refusal())
@@ -167,6 +188,11 @@ async def run_trio(
     async with trio.open_nursery() as back:
         await back.start(daemon.facts.copiers.run)
         await back.start(daemon.service.sessions.run)
+        await back.start(CeilingTask(daemon.service.store, daemon.places.windows).run)
+        if daemon.places.http is not None:
+            page = Page(daemon.service, daemon.facts)
+            server = HttpServer(page.render, lambda: daemon.facts.shown_state, daemon.places.http)
+            await back.start(server.run)
         await back.start(
             lambda task_status: sweep(
                 daemon.service.store, every_s=SWEEP_S, task_status=task_status
@@ -248,7 +274,12 @@ async def host(daemon: Daemon) -> None:
     stop, closing, guest = asyncio.Event(), trio.Event(), Guest()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: os._exit(1) if stop.is_set() else stop.set())
-    with bind(settings.addr, os.environ) as (address, listening):
+    with (
+        bind(settings.addr, os.environ) as (address, listening),
+        listen(settings.http_addr) as http,
+    ):
+        daemon.facts.http = url_of(http)
+        daemon.places.http, daemon.places.windows = http, state_path(settings.state_dir, address)
         await guest.start(run_trio, daemon, closing)
         listener = Listener(
             daemon.service,
@@ -265,6 +296,7 @@ async def host(daemon: Daemon) -> None:
             log.info(
                 "daemon.ready",
                 addr=str(address),
+                http=daemon.facts.http,
                 pool_gib=round(pages.capacity_bytes / 2**30, 2),
                 slabs=pages.slab_count,
                 backing=daemon.pool.backing,

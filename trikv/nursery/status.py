@@ -8,6 +8,8 @@ from typing import Any
 
 from trikv import __version__
 from trikv.core.blocks import State
+from trikv.core.ceiling import TIERS
+from trikv.core.counters import CallCounts
 from trikv.nursery.copiers import Copiers
 from trikv.nursery.service import Service
 from trikv.nursery.ticks import Ticks
@@ -23,7 +25,9 @@ class Facts:
     backing: str
     copiers: Copiers
     state: str = "serving"
+    http: str = ""
     ticks: Ticks = field(default_factory=Ticks)
+    calls: CallCounts = field(default_factory=CallCounts)
 
     @property
     def shown_state(self) -> str:
@@ -51,6 +55,32 @@ def write_status(status: Any, service: Service, facts: Facts) -> None:
     for row, (name, value) in zip(rows, counters, strict=True):
         row.name, row.value = name, value
     _write_copiers(status, facts.copiers)
+    _write_windows(status, service)
+    ended = facts.calls.rows()
+    for call, ((method, outcome), count) in zip(
+        status.init("calls", len(ended)), ended, strict=True
+    ):
+        call.method, call.outcome, call.count = method, outcome, count
+    status.http = facts.http
+
+
+def _write_windows(status: Any, service: Service) -> None:
+    store = service.store
+    store.settle()
+    windows = store.windows.read(now_s=store.now_s())
+    for row, window in zip(status.init("windows", len(windows)), windows, strict=True):
+        row.seconds, row.coveredSeconds = window.length_s, window.covered_s
+        row.namespace = window.namespace
+        row.askedBlocks = window.asked_blocks
+        for hits, tier, blocks in zip(
+            row.init("hits", len(TIERS)), TIERS, window.hit_blocks, strict=True
+        ):
+            hits.tier, hits.blocks = tier, blocks
+        row.distinctBlocks = window.distinct_blocks
+        row.missedDistinctBlocks = window.distinct_missed_blocks
+        row.hitRatio, row.reachableRatio = window.measured, window.reachable
+        row.freshRatio = window.fresh
+        row.case = window.case.value
 
 
 def _write_pool(pool: Any, service: Service, facts: Facts) -> None:

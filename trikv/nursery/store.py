@@ -6,7 +6,8 @@ checkpoint.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +20,11 @@ from trikv.core.insight import Insight
 from trikv.core.layout import GroupLayout, Place
 from trikv.core.namespace import NAMESPACES_MAX, Namespace
 from trikv.core.plans import Hit, Key, LoadPlan, SavePlan
+from trikv.core.windows import Windows, salt_of
 from trikv.core.words import InstanceName, RequestId, SessionId, SpaceId, Words
 from trikv.nursery.recording import Recorder
+
+ANSWERED_MAX: Final = 64  # queries that wait to be counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,8 @@ class Store:
     cache: Cache
     engines: Engines
     now_s: Callable[[], float]
+    windows: Windows
+    _answered: list[tuple[Namespace, int, Query, Hit, float]] = field(default_factory=list)
     insight: Insight | None = None  # what other sizes and orders of eviction would give
     recorder: Recorder | None = None
 
@@ -133,7 +139,12 @@ class Store:
             NotReadyError, BadRequestError: refused.
         """
         key = self._key(name, call.group, call.request)
-        hit = self.cache.query(key, call.words, now_s=self.now_s())
+        now_s = self.now_s()
+        hit = self.cache.query(key, call.words, now_s=now_s)
+        namespace = self._namespace(self.engines.ready(name))
+        self._answered.append((namespace, namespace.epoch, call, hit, now_s))
+        if len(self._answered) >= ANSWERED_MAX:
+            self.settle()
         if hit.asked_before == 0:
             self._note(key, call.words, None)
         return hit
@@ -141,6 +152,16 @@ class Store:
     def settle(self) -> None:
         """Do what a query left for later."""
         self.cache.settle()
+        for namespace, epoch, call, hit, now_s in self._answered:
+            first = hit.asked_before
+            self.windows.record(
+                namespace.fingerprint.hex(),
+                salt_of(namespace.fingerprint, call.group, epoch),
+                call.words[first:],
+                (max(0, hit.count - first),),
+                now_s=now_s,
+            )
+        self._answered.clear()
 
     def prepare_save(
         self, session: SessionId, name: InstanceName | None, call: Save

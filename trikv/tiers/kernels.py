@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 THREADS: Final = 256
 UNITS_PER_THREAD: Final = 8
+BLOCKS_MAX: Final = 1_056
 ROWS_MAX: Final = 960
 """Blocks of one launch: their numbers are arguments, which may have 4 KiB together."""
 WIDTHS: Final = {
@@ -74,10 +75,10 @@ class Table:
     each: int
     units: int
 
-    @property
-    def grid_x(self) -> int:
-        """Thread blocks for one page."""
-        return -(-self.units // (THREADS * UNITS_PER_THREAD))
+    def grid_x(self, rows: int) -> int:
+        """Thread blocks for one page of `rows`: enough to keep the memory busy, and no more."""
+        full = -(-self.units // (THREADS * UNITS_PER_THREAD))
+        return max(1, min(full, BLOCKS_MAX // rows))
 
 
 def table(

@@ -236,7 +236,7 @@ class GpuLane:
             part, place = ids[first : first + most], staging + first * group.pitch
             into_engine = self._into_engine
             arguments.set(table, group.rows, part, place, group.pitch, into_engine=into_engine)
-            grid, where = (table.grid_x, len(part)), int(arguments.pointers.ctypes.data)
+            grid, where = (table.grid_x(len(part)), len(part)), int(arguments.pointers.ctypes.data)
             gpu.launch(kernel, grid, kernels.THREADS, self._cores, where)
 
     def _event(self) -> gpu.Handle:

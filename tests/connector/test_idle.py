@@ -1,0 +1,48 @@
+"""While an engine computes nothing, both halves wait a moment for an answer; never else."""
+
+import itertools
+import threading
+import time
+
+from tests.connector.test_scheduler_half import TOKENS, Bench, request, step_output
+from tests.connector.test_worker_half import Rank
+from trikv.connector.jobs import IDLE_S
+
+
+def test_an_idle_step_waits_a_moment_for_a_load_and_a_busy_one_does_not() -> None:
+    rank = Rank()
+    rank.load("r")
+    _, future = rank.calls.loads["r"]
+    begin_s = time.perf_counter()
+    assert rank.half.finished() == (set(), set())
+    assert rank.half.finished(is_idle=True) == (set(), set())
+    assert time.perf_counter() - begin_s >= IDLE_S
+    threading.Timer(IDLE_S / 4, future.set_result, [()]).start()
+    until_s = time.perf_counter() + 10
+    while rank.half.finished(is_idle=True) != (set(), {"r"}):
+        assert time.perf_counter() < until_s
+
+
+def test_an_idle_engine_waits_a_moment_for_the_answer_once() -> None:
+    bench = Bench()
+    one, other = request("r"), request("s")
+    bench.half.add(one)
+    assert bench.half.matched(one, 0) == (None, False), "nothing is known of the engine yet"
+    bench.half.step(step_output())
+    bench.half.add(other)
+    begin_s = time.perf_counter()
+    assert bench.half.matched(other, 0) == (None, False)
+    assert time.perf_counter() - begin_s >= IDLE_S
+    for number in itertools.count():
+        third = request(f"t{number}")
+        bench.half.add(third)
+        threading.Timer(IDLE_S / 4, bench.answer, [3]).start()
+        if bench.half.matched(third, 0) != (None, False):  # unless the timer was late
+            break
+        time.sleep(IDLE_S)
+    assert bench.half.matched(third, 0) == (3 * TOKENS, True)
+    bench.half.step(step_output(scheduled={"q": 5}))
+    fourth = request("u")
+    bench.half.add(fourth)
+    threading.Timer(IDLE_S / 4, bench.answer, [3]).start()
+    assert bench.half.matched(fourth, 0) == (None, False), "a busy engine is not held up"

@@ -1,0 +1,42 @@
+"""Asking a real daemon for its pages over HTTP."""
+
+import http.client
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.integration.daemons import RunningDaemon
+
+ANY_PORT = "127.0.0.1:0"
+
+
+def ready(daemon: RunningDaemon) -> dict[str, Any]:
+    return next(event for event in daemon.events() if event["event"] == "daemon.ready")
+
+
+def place(daemon: RunningDaemon) -> tuple[str, int]:
+    host, _, port = ready(daemon)["http"].removeprefix("http://").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def get(daemon: RunningDaemon, path: str, method: str = "GET") -> tuple[int, str]:
+    connection = http.client.HTTPConnection(*place(daemon), timeout=20)
+    try:
+        connection.request(method, path)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
+    finally:
+        connection.close()
+
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def scrape(daemon: RunningDaemon) -> Samples:
+    code, text = get(daemon, "/metrics")
+    assert code == 200
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }

@@ -1,0 +1,223 @@
+"""`/metrics`: all that `status` knows, as families of prometheus-client.
+
+Decided here: names, kinds and labels. Names carry base units, labels come from closed sets; the one
+exception, `namespace`, has the values of the few busiest. Each family has a row in docs/metrics.md.
+Made anew for each scrape: nothing here is counted twice or kept.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Final, NamedTuple
+
+import trio
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from trikv import __version__
+from trikv.core.blocks import State
+from trikv.core.ceiling import TIERS, Case, WindowFacts
+from trikv.core.counters import Counters
+from trikv.nursery.service import Service
+from trikv.nursery.status import Facts
+
+ALL: Final = "all"
+NAMESPACE_DIGITS: Final = 8
+STATES: Final = ("serving", "draining", "degraded")
+WINDOW: Final = ("window", "namespace")
+
+
+class Family(NamedTuple):
+    """One name: what it says, and by what it is split."""
+
+    text: str
+    labels: tuple[str, ...] = ()
+
+
+FAMILIES: Final = {
+    "trikv_info": Family("Always 1: which software serves, on what memory", ("version", "backing")),
+    "trikv_state": Family("1 for the state that the daemon is in", ("state",)),
+    "trikv_uptime_seconds": Family("Since the daemon started"),
+    "trikv_stall_max_seconds": Family(
+        "Longest processor time of the main thread between two turns of its loop"
+    ),
+    "trikv_pool_capacity_bytes": Family("Size of the pool"),
+    "trikv_pool_used_bytes": Family("Pages of sealed and filling blocks"),
+    "trikv_pool_pinned_bytes": Family("Held by leases"),
+    "trikv_pool_filling_bytes": Family("Pages of blocks that not all ranks have saved"),
+    "trikv_pool_filling_blocks": Family("Blocks that not all ranks have saved"),
+    "trikv_pool_slab_bytes": Family("Size of a slab"),
+    "trikv_pool_slabs": Family("Slabs of the pool", ("use",)),
+    "trikv_cache_blocks": Family("Blocks that can be loaded", ("tier",)),
+    "trikv_cache_bytes": Family("Their pages", ("tier",)),
+    "trikv_leases": Family("Active promises"),
+    "trikv_transfers": Family("Copies that wait or run"),
+    "trikv_sessions": Family("Open sessions"),
+    "trikv_engines": Family("Attached engines", ("state",)),
+    "trikv_namespaces": Family("Known namespaces"),
+    "trikv_copiers": Family("Copiers, one a GPU", ("state",)),
+    "trikv_copier_ended_total": Family("Copiers that have ended"),
+    "trikv_rpc_total": Family("Calls that have ended", ("method", "outcome")),
+    "trikv_window_covered_seconds": Family("How much of the window has passed so far", WINDOW),
+    "trikv_window_asked_blocks": Family("Blocks asked for in the window", WINDOW),
+    "trikv_window_hit_blocks": Family("Of these, found there", (*WINDOW, "tier")),
+    "trikv_window_distinct_blocks": Family("Of these, different ones (estimate)", WINDOW),
+    "trikv_window_missed_distinct_blocks": Family(
+        "Different ones among the missed (estimate)", WINDOW
+    ),
+    "trikv_window_hit_ratio": Family("Measured: found of all asked for", WINDOW),
+    "trikv_window_reachable_ratio": Family(
+        "Ceiling: the measured ratio, had every block that was missed twice been kept", WINDOW
+    ),
+    "trikv_window_fresh_ratio": Family(
+        "Ceiling r*: an endless cache that was empty when the window began", WINDOW
+    ),
+    "trikv_window_case": Family("1 for the case that the window shows", (*WINDOW, "case")),
+}
+
+Rows = Iterable[tuple[tuple[str, ...], float]]
+
+
+class Families:
+    """Asks the daemon's parts at each scrape."""
+
+    def __init__(self, service: Service, facts: Facts) -> None:
+        self._service = service
+        self._facts = facts
+
+    def read(self) -> Iterator[Metric]:
+        """All families: the plain counters, then those of `FAMILIES`."""
+        for name, value in self._service.store.cache.counters.items():
+            yield CounterMetricFamily(name, "Since the daemon started; see docs/metrics.md", value)
+        self._service.store.settle()
+        rows: dict[str, Rows] = {
+            **self._daemon(),
+            **self._pool(),
+            **self._callers(),
+            **windows_rows(self._service.store.windows.read(now_s=self._service.store.now_s())),
+        }
+        for name, family in FAMILIES.items():
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            made = kind(name, family.text, labels=family.labels)
+            for labels, number in rows[name]:
+                made.add_metric(labels, number)
+            yield made
+
+    def _daemon(self) -> dict[str, Rows]:
+        facts = self._facts
+        state = facts.shown_state.partition(":")[0]
+        return {
+            "trikv_info": [((__version__, facts.backing), 1)],
+            "trikv_state": [((one,), one == state) for one in STATES],
+            "trikv_uptime_seconds": [((), self._service.store.now_s() - facts.started_s)],
+            "trikv_stall_max_seconds": [((), facts.ticks.longest_s)],
+        }
+
+    def _pool(self) -> dict[str, Rows]:
+        cache = self._service.store.cache
+        pages, counts, free = cache.pages, cache.blocks.counts, cache.pages.free_slab_count
+        sealed_bytes = pages.used_bytes - cache.filling_bytes
+        return {
+            "trikv_pool_capacity_bytes": [((), pages.capacity_bytes)],
+            "trikv_pool_used_bytes": [((), pages.used_bytes)],
+            "trikv_pool_pinned_bytes": [((), cache.leases.pinned_bytes)],
+            "trikv_pool_filling_bytes": [((), cache.filling_bytes)],
+            "trikv_pool_filling_blocks": [((), counts[State.FILLING])],
+            "trikv_pool_slab_bytes": [((), pages.slab_bytes)],
+            "trikv_pool_slabs": [(("used",), pages.slab_count - free), (("free",), free)],
+            "trikv_cache_blocks": [(("pinned",), counts[State.SEALED])],
+            "trikv_cache_bytes": [(("pinned",), sealed_bytes)],
+            "trikv_leases": [((), len(cache.leases.active))],
+            "trikv_transfers": [((), len(cache.transfers))],
+        }
+
+    def _callers(self) -> dict[str, Rows]:
+        store, copiers = self._service.store, self._facts.copiers
+        instances = store.engines.by_name.values()
+        ready = sum(1 for one in instances if one.namespace is not None)
+        gpus = copiers.by_gpu.keys() | copiers.faults.keys()
+        running = len(copiers.by_gpu)
+        return {
+            "trikv_sessions": [((), len(self._service.sessions.open_sessions))],
+            "trikv_engines": [(("ready",), ready), (("incomplete",), len(instances) - ready)],
+            "trikv_namespaces": [((), len(store.engines.namespaces.by_fingerprint))],
+            "trikv_copiers": [(("running",), running), (("ended",), len(gpus) - running)],
+            "trikv_copier_ended_total": [((), sum(copiers.end_count(gpu) for gpu in gpus))],
+            "trikv_rpc_total": self._facts.calls.rows(),
+        }
+
+
+def windows_rows(windows: list[WindowFacts]) -> dict[str, Rows]:
+    """Rows of the hit-rate windows."""
+    named = [
+        ((span(one.length_s), one.namespace[:NAMESPACE_DIGITS] or ALL), one) for one in windows
+    ]
+    return {
+        "trikv_window_covered_seconds": [(name, one.covered_s) for name, one in named],
+        "trikv_window_asked_blocks": [(name, one.asked_blocks) for name, one in named],
+        "trikv_window_hit_blocks": [
+            ((*name, tier), blocks)
+            for name, one in named
+            for tier, blocks in zip(TIERS, one.hit_blocks, strict=True)
+        ],
+        "trikv_window_distinct_blocks": [(name, one.distinct_blocks) for name, one in named],
+        "trikv_window_missed_distinct_blocks": [
+            (name, one.distinct_missed_blocks) for name, one in named
+        ],
+        # A ratio of nothing is no number: the row appears with the first block asked for.
+        "trikv_window_hit_ratio": [(name, one.measured) for name, one in named if one.asked_blocks],
+        "trikv_window_reachable_ratio": [
+            (name, one.reachable) for name, one in named if one.asked_blocks
+        ],
+        "trikv_window_fresh_ratio": [(name, one.fresh) for name, one in named if one.asked_blocks],
+        "trikv_window_case": [
+            ((*name, case.value), case is one.case) for name, one in named for case in Case
+        ],
+    }
+
+
+def span(seconds: float) -> str:
+    """`15m`, `24h`: the length of a window as in the setting."""
+    for unit, size in (("h", 3_600), ("m", 60)):
+        if seconds % size == 0:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"
+
+
+def names() -> list[str]:
+    """Every family's name, as in docs/metrics.md."""
+    return [*(name for name, _ in Counters().items()), *FAMILIES]
+
+
+class One(Collector):
+    """Hands one family to the renderer."""
+
+    def __init__(self) -> None:
+        self.family: Metric | None = None
+
+    def collect(self) -> Iterable[Metric]:
+        """That family."""
+        return [] if self.family is None else [self.family]
+
+
+class Page:
+    """The page of metrics.
+
+    All facts are of one moment; putting them into text is done family by family, because the whole
+    page takes some milliseconds of the thread that engines wait for.
+    """
+
+    def __init__(self, service: Service, facts: Facts) -> None:
+        self._families = Families(service, facts)
+        self._one = One()
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self._one)
+
+    async def render(self) -> tuple[bytes, str]:
+        """The text, and its content type."""
+        parts = []
+        for family in list(self._families.read()):
+            self._one.family = family
+            parts.append(generate_latest(self._registry))
+            await trio.lowlevel.checkpoint()
+        return b"".join(parts), CONTENT_TYPE_LATEST
