@@ -173,3 +173,12 @@ def test_a_request_of_which_too_much_is_seen_lowers_the_rate() -> None:
     told = shadows.hit_rates()
     assert told["leaf-first-lru"] == pytest.approx(2 / 3)  # what was before it began again is gone
     assert curve.hit_rates([4000 * BLOCK])[0] == pytest.approx(2 / 3, abs=0.03)
+
+
+def test_a_block_is_found_no_nearer_than_what_stands_before_it() -> None:
+    curve = Curve(1 << 60, sample_blocks=64)
+    curve.use(SPACE, words_of([1, 2]), BLOCK, is_ask=False)
+    curve.use(SPACE, words_of([3, 4, 5]), BLOCK, is_ask=False)
+    curve.use(SPACE, words_of([2]), BLOCK, is_ask=False)  # nearer than its parent now
+    curve.use(SPACE, words_of([1, 2]), BLOCK, is_ask=True)
+    assert curve.hit_rates([4 * BLOCK, 5 * BLOCK]) == [0.0, 1.0]
