@@ -117,6 +117,17 @@ def render(facts: Facts) -> list[str]:
         ranks = f"{row['ranksRegistered']}/{row['rankCount']}"
         name, state = _cut(row["name"], 37), _cut(row["state"], 24)
         lines.append(f"{name:<38}{row['namespace'][:8]:<11}{ranks:<7}{state}")
+    return lines + _gpus(facts["copiers"])
+
+
+def _gpus(copiers: list[Facts]) -> list[str]:
+    """A line for each GPU that engines have registered."""
+    if not copiers:
+        return []
+    lines = ["", f"{'GPU':<10}{'copier':<9}{'ended':>5}  name"]
+    for row in copiers:
+        pid = row["pid"] or "none"
+        lines.append(f"{row['deviceUuid'][:8]:<10}{pid:<9}{row['endedCount']:>5}  {row['name']}")
     return lines
 
 

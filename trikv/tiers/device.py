@@ -22,6 +22,7 @@ from trikv.core.pages import PAGE_ALIGN
 from trikv.core.words import Offsets
 from trikv.tiers import gpu, kernels
 from trikv.tiers.copier import AttachError, Mapped, serve
+from trikv.tiers.drivers import version_problem
 from trikv.tiers.frames import AttachOrder, Direction, GroupOrder, pack_facts
 from trikv.tiers.lane import GpuLane, GpuMemory, Group
 
@@ -175,22 +176,6 @@ def _map_group(order: GroupOrder, addresses: list[int]) -> Group:
     pitch = -(-page_bytes // PAGE_ALIGN) * PAGE_ALIGN
     is_direct = page_bytes // len(pieces) >= DIRECT_BYTES
     return Group(address, stride, length, page_bytes, pitch, is_direct, table, rows)
-
-
-def version_problem(driver_version: int, bindings: str) -> str:
-    """Why this build of cuda-python cannot be used with this driver, with what to do; or nothing.
-
-    Args:
-        driver_version: 12040 means 12.4.
-        bindings: version of the package.
-    """
-    speaks, needs = driver_version // 1000, int(bindings.partition(".")[0])
-    if speaks >= needs:
-        return ""
-    return (
-        f"the GPU driver speaks CUDA {speaks}.{driver_version % 1000 // 10}, but cuda-python "
-        f"{bindings} needs CUDA {needs}: install trikv[cu{speaks}] instead of trikv[cu{needs}]"
-    )
 
 
 def open_device(uuid: bytes, pool: mmap.mmap, *, slab_bytes: int, staging_bytes: int) -> GpuDevice:
