@@ -28,6 +28,7 @@ from trikv.core.eviction import NEVER, LeafFirstLru
 from trikv.core.index import Index
 from trikv.core.pages import Pages
 from trikv.core.plans import Key, Limits
+from trikv.core.tenants import Quota, Rules, Tenants
 from trikv.core.words import Entries, InstanceName, RequestId, SpaceId, Words
 
 PREFIX: Final = 512
@@ -113,11 +114,15 @@ class Bare:
 class Whole:
     """The cache of a daemon: as `Bare`, and states, chains of requests, leases and counters."""
 
-    def __init__(self, capacity: int) -> None:
-        slabs = -(-capacity * sum(PAGE_BYTES) // SLAB_BYTES)
-        limits = Limits(filling_fraction=1.0)
+    def __init__(self, capacity: int, *, has_quotas: bool = False) -> None:
+        pool_bytes = -(-capacity * sum(PAGE_BYTES) // SLAB_BYTES) * SLAB_BYTES
         self.cache = Cache(
-            slabs * SLAB_BYTES, SLAB_BYTES, entries_max=capacity, seed=1, limits=limits
+            pool_bytes,
+            SLAB_BYTES,
+            entries_max=capacity,
+            seed=1,
+            limits=Limits(filling_fraction=1.0),
+            tenants=Tenants(pool_bytes, Rules(Quota(0.1, 0.5))) if has_quotas else None,
         )
         self.cache.open_space(SPACE, PAGE_BYTES)
         self.requests = 0
@@ -150,6 +155,7 @@ STORES: Final[dict[str, Callable[[int], Store]]] = {
     "bare": Bare,
     "scattered": functools.partial(Bare, scattered=True),
     "cache": Whole,
+    "quotas": functools.partial(Whole, has_quotas=True),
 }
 
 

@@ -258,6 +258,9 @@ struct Status {
                                     # few busiest namespaces
   calls @11 :List(CallCount);       # calls of this interface that have ended
   http @12 :Text;                   # URL under which /metrics lies; empty: there is no HTTP
+  curve @13 :List(CurvePoint);      # by capacity; empty before the first query. Old queries fade by the hour
+  shadows @14 :List(ShadowStatus);  # what each order of eviction would have given, on a sample
+  tenants @15 :List(TenantStatus);  # with quotas: those that have blocks
 }
 
 struct WindowStatus {
@@ -283,6 +286,21 @@ struct CallCount {
   outcome @1 :Text;                 # ok, the code of the error, or broken: the caller had gone
   count @2 :UInt64;
 }
+
+struct TenantStatus {
+  name @0 :Text;
+  usedBytes @1 :UInt64;             # pages of its sealed blocks
+  floorBytes @2 :UInt64;            # what others' needs leave it
+  shareBytes @3 :UInt64;            # with more it gives first
+}
+
+struct CurvePoint {
+  # Measured on a sample of blocks by the distance between their uses; within 0.02 of replay.
+  capacityBytes @0 :UInt64;
+  hitRate @1 :Float32;
+}
+
+struct ShadowStatus { policy @0 :Text; hitRate @1 :Float32; }
 
 struct CopierStatus {
   deviceUuid @0 :Text;              # 32 hex digits

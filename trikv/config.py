@@ -37,6 +37,11 @@ class Settings:
     use_hugepages: bool
     max_blocks: int | None
     max_engines: int
+    eviction_policy: str
+    enable_lfu_admission: bool
+    quota_file: str | None
+    record_trace: str | None
+    trace_block_tokens: int
     copy_threads: int
     gpu_staging: int
     lease_seconds: float
@@ -182,6 +187,37 @@ OPTIONS: Final = (
         "rows of the index; default: one a 4 KiB page of the pool, at most 16 million",
     ),
     Option("max-engines", _number(int, 1, 4096), 64, "engines that may be attached at once"),
+    Option(
+        "eviction-policy",
+        _choice("leaf-first-lru", "s3-fifo"),
+        "leaf-first-lru",
+        "which blocks go when room is needed: leaf-first-lru or s3-fifo",
+    ),
+    Option(
+        "enable-lfu-admission",
+        read_bool,
+        default=False,
+        help="new blocks stay only when used more often than what they displace (W-TinyLFU before "
+        "leaf-first-lru); for pools that are tiny beside what is asked for",
+    ),
+    Option(
+        "quota-file",
+        str,
+        None,
+        "TOML file with floor and share of the pool by tenant; read again when it changes",
+    ),
+    Option(
+        "record-trace",
+        str,
+        None,
+        "file for what engines ask for and save, without content, for `trikv replay`; at most 1gb",
+    ),
+    Option(
+        "trace-block-tokens",
+        _number(int, 1, 1 << 20),
+        16,
+        "tokens of a block, as the recorded trace says",
+    ),
     Option(
         "copy-threads",
         _number(int, 1, 64),

@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 from trikv.core.blocks import State
 from trikv.core.cache import Cache
 from trikv.core.plans import Key, Limits, SavePlan
+from trikv.core.policies import DEFAULT, MAKERS
+from trikv.core.tenants import Quota, Rules, Tenants
 from trikv.core.words import InstanceName, LeaseId, RequestId, SpaceId, Words
 
+TENANTS = "tenants"  # the default order, with quotas
 PAGE = 4096
 SLAB = 8 * PAGE
 POOL = 4 * SLAB
@@ -35,11 +38,40 @@ def words(nodes: list[int]) -> Words:
     return np.array([(node, 0, 0, node) for node in nodes], np.uint64).reshape(-1, 4)
 
 
-def new_cache(entries_max: int = 64, *, pool: int = POOL, **limits: Any) -> Cache:  # noqa: ANN401
-    cache = Cache(pool, SLAB, entries_max=entries_max, seed=1, limits=Limits(**limits))
+def new_cache(
+    entries_max: int = 64,
+    *,
+    pool: int = POOL,
+    policy: str = DEFAULT,
+    **limits: Any,  # noqa: ANN401
+) -> Cache:
+    cache = Cache(
+        pool,
+        SLAB,
+        entries_max=entries_max,
+        seed=1,
+        limits=Limits(**limits),
+        policy=MAKERS[DEFAULT if policy == TENANTS else policy],
+        tenants=Tenants(pool, Rules(Quota(0.1, 0.4))) if policy == TENANTS else None,
+    )
     for space, pages in PAGES.items():
-        cache.open_space(SpaceId(space), tuple(PAGE * count - 7 for count in pages))
+        page_bytes = tuple(PAGE * count - 7 for count in pages)
+        cache.open_space(SpaceId(space), page_bytes, f"tenant {space % 2}")
     return cache
+
+
+def rows_in(order: Any) -> tuple[set[int], set[int]]:  # noqa: ANN401
+    """Rows that an order of any kind knows, and those of them that it has passed over."""
+    names = ("_small", "_window", "_main")
+    parts = [getattr(order, name) for name in names if hasattr(order, name)]
+    parts += getattr(order, "_orders", {}).values()
+    known: list[int] = []
+    parked: set[int] = set()
+    for part in parts if parts or hasattr(order, "_orders") else [order]:
+        known += np.flatnonzero((part._place > 0) | (part._turn != 0)).tolist()
+        parked.update(np.flatnonzero(part._turn > 0).tolist())
+    assert len(set(known)) == len(known) == len(order)
+    return set(known), parked
 
 
 @dataclass(eq=False)
@@ -81,6 +113,7 @@ class Promise:
 class Model:
     """Blocks and promises as they must be."""
 
+    policy = DEFAULT
     memory: dict[int, object]  # the pool: what each 4 KiB unit holds
     lives: dict[tuple[SpaceId, int], Life]  # those that the index knows
     doomed: set[Life]

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-from cache_world import LEASE_S, PAGES, TREE, Who
+from cache_world import LEASE_S, PAGES, TENANTS, TREE, Who
 from hypothesis import settings
 from test_cache import CacheMachine
 
+from trikv.core.policies import MAKERS
 from trikv.core.words import InstanceName, RequestId, SpaceId
 
 STEPS = 250
@@ -83,10 +84,12 @@ WEIGHTS: dict[Callable[[CacheMachine, Random], None], int] = {
 }
 
 
+@pytest.mark.parametrize("policy", [*MAKERS, TENANTS])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_long_walk_ends_as_it_began(seed: int) -> None:
+def test_a_long_walk_ends_as_it_began(seed: int, policy: str) -> None:
     random = Random(seed)
     machine = CacheMachine()
+    machine.policy = policy
     machine.begin(
         entries_max=random.choice([5, 12, 64]),
         batch=random.choice([1, 2, 256]),

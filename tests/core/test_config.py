@@ -18,6 +18,11 @@ GOOD: dict[str, tuple[str, object, str, object]] = {  # two values of each: text
     "use-hugepages": ("true", True, "no", False),
     "max-blocks": ("1", 1, "1073741824", 1 << 30),
     "max-engines": ("1", 1, "4096", 4096),
+    "eviction-policy": ("s3-fifo", "s3-fifo", "leaf-first-lru", "leaf-first-lru"),
+    "enable-lfu-admission": ("true", True, "no", False),
+    "quota-file": ("/q.toml", "/q.toml", "q", "q"),
+    "record-trace": ("/t.jsonl", "/t.jsonl", "t", "t"),
+    "trace-block-tokens": ("1", 1, "1048576", 1 << 20),
     "copy-threads": ("1", 1, "64", 64),
     "gpu-staging": ("1mb", 1 << 20, "2gb", 2 << 30),
     "lease-seconds": ("1", 1.0, "3600", 3600.0),
@@ -37,6 +42,9 @@ BAD: dict[str, list[str]] = {
     "use-hugepages": ["2", "maybe", "t", "None"],
     "max-blocks": ["0", "1073741825", "1.0", "1e3", "x"],
     "max-engines": ["0", "4097", "-1"],
+    "eviction-policy": ["lru", "S3-FIFO"],
+    "enable-lfu-admission": ["2", "lfu"],
+    "trace-block-tokens": ["0", "1048577", "x"],
     "copy-threads": ["0", "65", "two"],
     "gpu-staging": ["1023kb", "much"],
     "metric-hll-windows": [
@@ -87,6 +95,8 @@ def test_each_setting_is_an_option_and_is_tried_here() -> None:
     assert BAD.keys() == BY_NAME.keys() - {
         "addr",
         "http-addr",
+        "quota-file",
+        "record-trace",
         "state-dir",
     }  # whoever opens them says
 

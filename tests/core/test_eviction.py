@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from trikv.core import eviction
-from trikv.core.eviction import NEVER, SWEEP_MIN, LeafFirstLru, Policy
+from trikv.core.eviction import NEVER, SWEEP_MIN, LeafFirstLru
 from trikv.core.words import Entries
 
 CHOICES = st.randoms(use_true_random=False)
@@ -34,10 +34,11 @@ class LruMachine(RuleBasedStateMachine):
         self.patch.setattr(eviction, "CHUNK_BITS", 1)
         self.patch.setattr(eviction, "CHUNKS_AHEAD", 3)
         self.recency = np.full(self.CAPACITY, NEVER, np.int64)
-        self.policy: Policy = LeafFirstLru(self.recency, slack_entries=self.SLACK)
+        self.policy = LeafFirstLru(self.recency, slack_entries=self.SLACK)
         self.evictable = np.ones(self.CAPACITY, np.bool_)
-        self.model: dict[int, tuple[int, int]] = {}  # entry: stamp, -depth
+        self.model: dict[int, tuple[int, int]] = {}  # entry: place in the order, stamp
         self.stamp = 0
+        self.first = self.last = 0  # places given at either end
 
     def teardown(self) -> None:
         self.patch.undo()
@@ -50,8 +51,12 @@ class LruMachine(RuleBasedStateMachine):
     def touch(self, entries: list[int], step: int) -> None:
         self.stamp += step
         self.policy.touch(numbers(*entries), self.stamp)
-        for depth, entry in enumerate(entries):
-            self.model[entry] = self.stamp, -depth
+        self.append(entries[::-1])
+
+    def append(self, entries: list[int]) -> None:
+        for entry in entries:
+            self.last += 1
+            self.model[entry] = self.last, self.stamp
 
     @rule(count=st.integers(0, CAPACITY))
     def touch_everything_in_order(self, count: int) -> None:
@@ -64,6 +69,22 @@ class LruMachine(RuleBasedStateMachine):
         assert victims.tolist() == self.expected(count)
         for entry in victims.tolist():
             del self.model[entry]
+
+    @rule(count=st.integers(0, CAPACITY), fates=st.lists(st.sampled_from("ekr"), min_size=CAPACITY))
+    def take(self, count: int, fates: list[str]) -> None:
+        """Of what is taken some go, some are kept as the newest, some are next again."""
+        taken = self.policy.take(count, self.evictable).tolist()
+        assert taken == self.expected(count)
+        by = {fate: [e for e, f in zip(taken, fates, strict=False) if f == fate] for fate in "ekr"}
+        self.policy.restore(numbers(*by["r"]))
+        self.policy.keep(numbers(*by["k"]), self.stamp)
+        self.policy.forget(numbers(*by["e"]))
+        for entry in by["e"]:
+            del self.model[entry]
+        self.append(by["k"])
+        self.first -= len(by["r"])
+        for place, entry in enumerate(by["r"]):
+            self.model[entry] = self.first + place, self.model[entry][1]
 
     @rule(choice=CHOICES, count=st.integers(0, 6))
     def forget(self, choice: Random, count: int) -> None:
@@ -101,7 +122,7 @@ class LruMachine(RuleBasedStateMachine):
 
     @invariant()
     def recency_and_size_are_the_models(self) -> None:
-        stamps = [self.model.get(entry, (NEVER, 0))[0] for entry in range(self.CAPACITY)]
+        stamps = [self.model.get(entry, (0, NEVER))[1] for entry in range(self.CAPACITY)]
         assert self.recency.tolist() == stamps
         assert len(self.policy) == len(self.model)
 
@@ -110,7 +131,7 @@ class LruMachine(RuleBasedStateMachine):
         coldest, victims = self.policy.coldest(), self.expected(1)
         if victims:
             assert coldest is not None
-            assert coldest <= self.model[victims[0]][0]
+            assert coldest <= self.model[victims[0]][1]
         elif not self.model:
             assert coldest is None
 

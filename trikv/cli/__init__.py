@@ -1,1 +1,1 @@
-"""`trikv`: what an operator asks a running daemon."""
+"""`trikv`: what an operator asks a running daemon, and replay of traces without one."""

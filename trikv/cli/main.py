@@ -8,13 +8,17 @@ import os
 import sys
 
 from trikv import __version__, address
+from trikv.cli.replay import add_arguments, replay
 from trikv.cli.status import DaemonUnreachableError, fetch_status, print_json, print_table
+from trikv.cli.traces import TraceError
 
 
 def main() -> None:
     """Run one command."""
     parser = argparse.ArgumentParser(
-        prog="trikv", description="Asks a running trikv-daemon.", allow_abbrev=False
+        prog="trikv",
+        description="Asks a running trikv-daemon, and replays traces without one.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"trikv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -28,7 +32,18 @@ def main() -> None:
     status.add_argument(
         "--timeout", type=float, default=5.0, metavar="SECONDS", help="give up after [5]"
     )
+    add_arguments(commands.add_parser("replay", help="hit rates of traces, without a daemon"))
     given = parser.parse_args()
+    if given.command == "replay":
+        try:
+            replay(given)
+        except TraceError as error:
+            sys.exit(f"trikv: {error}")
+        return
+    _show_status(parser, given)
+
+
+def _show_status(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     try:
         places = address.search(os.environ, given.addr)
     except ValueError as error:

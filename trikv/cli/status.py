@@ -17,6 +17,7 @@ from trikv.cli.ceiling import render_ceiling
 
 Facts = dict[str, Any]
 KIB = 1024
+MORE_BYTES = 200 << 30  # a point of the curve that is always there
 
 
 class DaemonUnreachableError(Exception):
@@ -101,6 +102,7 @@ def render(facts: Facts) -> list[str]:
         *_traffic(facts["counters"]),
         *([f"metrics   {facts['http']}/metrics"] if facts["http"] else []),
         *render_ceiling(facts["windows"]),
+        *_insight(facts),
     ]
     lines += ["", f"{'namespace':<10}{'blocks':>9}{'size':>11}{'engines':>9}  label"]
     for row in facts["namespaces"]:
@@ -109,6 +111,7 @@ def render(facts: Facts) -> list[str]:
             f"{row['fingerprint'][:8]:<10}{row['blockCount']:>9}{size:>11}"
             f"{row['engineCount']:>9}  {label}"
         )
+    lines += _tenants(facts["tenants"])
     lines += ["", f"{'engine':<38}{'namespace':<11}{'ranks':<7}state"]
     for row in facts["engines"]:
         ranks = f"{row['ranksRegistered']}/{row['rankCount']}"
@@ -142,6 +145,38 @@ def _traffic(counters: dict[str, int]) -> list[str]:
         f"{counters['trikv_save_refused_blocks_total']} refused",
         f"evicted   {counters['trikv_evicted_blocks_total']} blocks",
     ]
+
+
+def _tenants(rows: list[Facts]) -> list[str]:
+    """Who has how much, with quotas."""
+    if not rows:
+        return []
+    lines = ["", f"{'tenant':<38}{'used':>12}{'floor':>12}{'share':>12}"]
+    for row in rows:
+        used, floor, share = (_size(row[f"{what}Bytes"]) for what in ("used", "floor", "share"))
+        name = _cut(row["name"] or "(no name)", 37)
+        lines.append(f"{name:<38}{used:>12}{floor:>12}{share:>12}")
+    return lines
+
+
+def _insight(facts: Facts) -> list[str]:
+    """What other sizes and orders of eviction would give."""
+    pool_bytes = facts["pool"]["capacityBytes"]
+    points = {row["capacityBytes"]: row["hitRate"] for row in facts["curve"]}
+    if pool_bytes not in points:
+        return []
+    now = points[pool_bytes]
+    shown = [f"{size / pool_bytes:g}x {points[size]:.1%}" for size in sorted(points)]
+    more = points.get(pool_bytes + MORE_BYTES)
+    lines = ["", "sizes     estimated hit rate by size of the pool, of the last hours:"]
+    lines += ["          " + ", ".join(shown[at : at + 4]) for at in range(0, len(shown), 4)]
+    if more is not None:
+        lines.append(f"          +200 GiB would give {100 * (more - now):+.1f} %")
+    if facts["shadows"]:
+        told = {row["policy"]: row["hitRate"] for row in facts["shadows"]}
+        shown = [f"{name.removesuffix('-lru')} {rate:.1%}" for name, rate in told.items()]
+        lines.append("orders    " + ", ".join(shown))
+    return lines
 
 
 def _size(count: int) -> str:

@@ -95,6 +95,7 @@ class Blocks:
         pins: int32, leases and copies out of it.
         generation: uint32, grows when a row is reserved: tells reuse of the row.
         evictable: bool, sealed and not pinned; kept true by this class.
+        replica: bool, other nodes hold it too, so it goes before others; whoever knows sets it.
         counts: rows by state.
         sealed_by_space: sealed rows by space, spaces without any left out.
     """
@@ -112,6 +113,7 @@ class Blocks:
         self.pins = np.zeros(capacity, np.int32)
         self.generation = np.zeros(capacity, np.uint32)
         self.evictable = np.zeros(capacity, np.bool_)
+        self.replica = np.zeros(capacity, np.bool_)
         self.counts = dict.fromkeys(map(int, State), 0)  # rows by state
         self.counts[ABSENT] = capacity
         self.sealed_by_space: dict[int, int] = {}
@@ -144,6 +146,7 @@ class Blocks:
         self.wanted[entries] = _mask(rank_count)
         self.claimed[entries] = 0
         self.filled[entries] = 0
+        self.replica[entries] = False
         self.generation[entries] += np.uint32(1)
         return entries
 

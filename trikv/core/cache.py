@@ -20,14 +20,16 @@ from trikv.core.index import Index
 from trikv.core.leases import Lease, Leases
 from trikv.core.pages import Pages
 from trikv.core.plans import Hit, Key, Limits, LoadPlan, SavePlan, SpaceFacts
+from trikv.core.policies import Maker, leaf_first_lru
 from trikv.core.room import Room
 from trikv.core.rows import is_all, rows_of
+from trikv.core.tenants import Tenants
+from trikv.core.uses import Uses
 from trikv.core.words import (
     Entries,
     InstanceName,
     LeaseId,
     RequestId,
-    ShapeId,
     SpaceId,
     TransferId,
     Words,
@@ -35,22 +37,32 @@ from trikv.core.words import (
 
 EVICT_BATCH = 256
 """Blocks evicted at once when room is needed, so that the cost is paid seldom and in bulk."""
-UNTOUCHED_MAX = 64  # queries whose uses may wait to be noted
 
 
 class Cache:
     """All blocks of one pool."""
 
     def __init__(
-        self, capacity_bytes: int, slab_bytes: int, *, entries_max: int, seed: int, limits: Limits
+        self,
+        capacity_bytes: int,
+        slab_bytes: int,
+        *,
+        entries_max: int,
+        seed: int,
+        limits: Limits,
+        policy: Maker = leaf_first_lru,
+        tenants: Tenants | None = None,
     ) -> None:
         self.limits = limits
         self.counters = Counters()
         self.pages = Pages(capacity_bytes, slab_bytes)
         self.index = Index(entries_max, seed=seed)
         self.blocks = Blocks(entries_max)
-        self._room = Room(self.pages, self.blocks, self.index, self.counters)
+        self.tenants = tenants
+        parts = (self.pages, self.blocks, self.index, self.counters)
+        self._room = Room(*parts, maker=policy, tenants=tenants)
         self.recency = self._room.recency
+        self._uses = Uses(self.blocks, self._room)
         self.leases = Leases(
             limits.lease_s, limits.leases_max, int(capacity_bytes * limits.leased_fraction)
         )
@@ -60,24 +72,27 @@ class Cache:
         self._orders = self._room.orders
         self._filling_bytes = 0
         self._fills: deque[tuple[float, Entries, NDArray[np.uint32]]] = deque()
-        self._untouched: list[tuple[ShapeId, Chain]] = []
         self._numbers = itertools.count(1)
 
     # -- spaces
 
-    def open_space(self, space: SpaceId, page_bytes: tuple[int, ...]) -> None:
-        """Make a space known; the same space may be opened again.
+    def open_space(self, space: SpaceId, page_bytes: tuple[int, ...], tenant: str = "") -> None:
+        """Make a space known, and whose it is; the same space may be opened again.
 
         Raises:
             BadRequestError: a block does not fit a slab.
         """
         shape = self.pages.add_shape(page_bytes)
         self._room.open(shape)
+        if self.tenants is not None:
+            self.tenants.assign(space, tenant)
         self.spaces[space] = SpaceFacts(shape, len(page_bytes), self.pages.slot_bytes(shape))
 
     def close_space(self, space: SpaceId) -> None:
         """Forget a space that has no blocks, doomed ones included; unknown ones are fine."""
         self.spaces.pop(space, None)
+        if self.tenants is not None:
+            self.tenants.forget(space)
 
     def drop_space(self, space: SpaceId) -> int:
         """Forget all blocks of a space (a scan of the columns); returns how many left the index."""
@@ -109,9 +124,7 @@ class Cache:
         chain = self.chains.of(key.instance, key.request, key.space)
         asked_before, chain.asked_blocks = chain.asked_blocks, max(chain.asked_blocks, len(words))
         chain.put(0, hits, self.blocks.generation[rows])
-        self._untouched.append((facts.shape, chain))
-        if len(self._untouched) >= UNTOUCHED_MAX:
-            self.settle()
+        self._uses.queried(facts.shape, chain, is_first=asked_before == 0)
         lease = self._promise(key, facts, hits, now_s=now_s)
         count = len(lease.entries) if lease else 0
         self.counters.query_total += 1
@@ -122,9 +135,7 @@ class Cache:
 
     def settle(self) -> None:
         """Note what queries have used; done before anything is saved, and thus before evictions."""
-        untouched, self._untouched = self._untouched, []
-        for shape, chain in untouched:
-            self._touch_chain(shape, chain)
+        self._uses.settle()
 
     def _promise(self, key: Key, facts: SpaceFacts, hits: Entries, *, now_s: float) -> Lease | None:
         old = self.leases.of_space(key.instance, key.request, key.space)
@@ -234,6 +245,7 @@ class Cache:
         entries = self.index.find(key.space, words)
         absent = np.flatnonzero(entries < 0)
         at_hand = entries[entries >= 0]
+        self._uses.saved(facts.shape, entries[max(0, chain.length - first) :])
         reserved = self._reserve(
             key.space, facts, chain, at_hand, words[absent], absent + first, now_s=now_s
         )
@@ -244,7 +256,7 @@ class Cache:
         self.blocks.claim(entries[mine], rank)
         chain.put(first, entries, self.blocks.generation[entries])
         if len(mine) == 0:
-            self._touch_chain(facts.shape, chain)
+            self._uses.touch(facts.shape, chain)
         refused = len(absent) - len(reserved)
         present = len(words) - refused - len(mine)
         self.counters.save_total += 1
@@ -276,7 +288,7 @@ class Cache:
             self._filling_bytes -= len(lost) * facts.block_bytes
             self._room.free(freed)
         self._filling_bytes -= len(sealed) * facts.block_bytes
-        self._touch_chain(facts.shape, plan.chain, sealed)
+        self._uses.touch(facts.shape, plan.chain, sealed)
         self.counters.save_blocks_total += int(copied.sum())
         self.counters.save_failed_blocks_total += int((~copied).sum())
         self.counters.save_bytes_total += copied_bytes
@@ -333,13 +345,10 @@ class Cache:
             # A block whose own ancestors would have to go for it is not worth its place; and rows
             # that were found for this message must not become others'.
             found = at_hand[self.blocks.state[at_hand] == SEALED]
-            kin = np.unique(np.concatenate((self._live(chain), found)))
+            kin = np.unique(np.concatenate((self._uses.live(chain), found)))
             self.blocks.pin(kin)
-            self._room.make(
-                facts.shape,
-                count,
-                batch=min(EVICT_BATCH, 1 + self.pages.capacity_bytes // (16 * facts.block_bytes)),
-            )
+            batch = min(EVICT_BATCH, 1 + self.pages.capacity_bytes // (16 * facts.block_bytes))
+            self._room.make(facts.shape, count, batch=batch, space=space)
             self._room.unpin(kin)
         slots = self.pages.allocate(facts.shape, min(count, self.blocks.unused_count))
         if len(slots) == 0:
@@ -368,22 +377,6 @@ class Cache:
             self.spaces[SpaceId(int(space))].block_bytes * int(count)
             for space, count in zip(spaces, counts, strict=True)
         )
-
-    # -- recency
-
-    def _live(self, chain: Chain) -> Entries:
-        """The sealed blocks of a request, root first."""
-        entries = chain.entries[: chain.length]
-        known = entries >= 0
-        known &= self.blocks.generation[entries] == chain.generations[: chain.length]
-        known &= self.blocks.state[entries] == SEALED
-        return entries[known]
-
-    def _touch_chain(self, shape: ShapeId, chain: Chain, sealed: Entries | None = None) -> None:
-        """Make a request's whole chain the most recent: no parent is older than its child."""
-        self._room.touch(shape, self._live(chain))
-        if sealed is not None:  # positions that a later call of the request has overwritten
-            self._room.touch(shape, sealed[self.recency[sealed] < 0])
 
     def _begin(self) -> TransferId:
         transfer = TransferId(next(self._numbers))

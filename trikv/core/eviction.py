@@ -1,7 +1,7 @@
 """Which blocks go when room is needed.
 
-Decided here: the order of eviction. This file does not know: keys, places, what a pin is for, or
-how much room is needed; whether an entry may go now is a column that the caller hands in.
+Decided here: the default order of eviction. This file does not know: keys, places, what a pin is
+for, or how much room is needed; whether an entry may go now is a column that the caller hands in.
 
 `LeafFirstLru` keeps a log of touches, oldest first; each touch appends its entries deepest first.
 
@@ -11,6 +11,7 @@ how much room is needed; whether an entry may go now is a column that the caller
 | in the log, returned | `victims` meets it evictable | absent: evicted |
 | in the log, returned | `victims` meets it pinned | parked |
 | parked | `unpark` | returned: goes before all of the log, in its old order |
+| absent, just taken | `restore` | returned: goes before all others |
 | any | `forget` | absent |
 
 A touch leaves the entry's earlier place in the log behind as waste. `_sweep` moves live places
@@ -19,7 +20,7 @@ chunks of the log that hold only waste are skipped unread.
 """
 
 import heapq
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,29 +37,12 @@ IDLE_ROUNDS_MAX: Final = 256  # reads of pinned entries only, before `victims` g
 CHUNK_BITS: Final = 12  # live places are counted for each chunk of so many places of the log
 CHUNKS_AHEAD: Final = 4096  # counts looked at in one go for the next chunk with a live place
 
+TURNS_MIDDLE: Final = 1 << 61  # turns are positive, and grow in both directions from here
+
 Bools = NDArray[np.bool_]
 Places = NDArray[np.int32]
 Rows = NDArray[np.int64]  # entries, as numpy likes to index by them
 Turns = NDArray[np.int64]
-
-
-class Policy(Protocol):
-    """What a cache asks of an order of eviction; one instance orders the blocks of one shape."""
-
-    def touch(self, entries: Entries, stamp: int) -> None:
-        """Entries, root first, were used or are new."""
-
-    def victims(self, count: int, evictable: Bools) -> Entries:
-        """Take out up to `count` entries that are `evictable`, those to evict first in front."""
-
-    def unpark(self, entries: Entries) -> None:
-        """Entries that may have been passed over have become evictable."""
-
-    def forget(self, entries: Entries) -> None:
-        """Entries are gone; unknown ones are fine."""
-
-    def coldest(self) -> Stamp | None:
-        """A stamp not newer than the next victim's; None when there is none."""
 
 
 class LeafFirstLru:
@@ -94,7 +78,7 @@ class LeafFirstLru:
         self._logged = 0  # entries in the log
         # Parked entries have left the log. Each keeps its turn: +turn parked, -turn returned.
         self._turn = np.zeros(capacity, np.int64)
-        self._turns = 0
+        self._turns = self._front = TURNS_MIDDLE  # the last turn given at either end
         self._parked = 0
         self._returned = 0
         self._runs: list[tuple[int, Turns, Entries]] = []  # a heap of returned, by first turn
@@ -108,6 +92,9 @@ class LeafFirstLru:
     def log_places(self) -> int:
         """Places the log spans, waste included."""
         return self._tail - self._head
+
+    def used(self, entries: Entries) -> None:
+        """Uses are not counted: `touch` says all that matters here."""
 
     def touch(self, entries: Entries, stamp: int) -> None:
         """Make entries the last to be evicted.
@@ -125,12 +112,7 @@ class LeafFirstLru:
         self._newest = stamp
         rows = entries.astype(np.int64)  # numpy scatters by int64 several times faster
         self._detach(rows)
-        while self.log_places + len(rows) > len(self._ring):  # not met: see "At the bound"
-            self._sweep(self.log_places)
-        self._recency[rows] = stamp
-        self._put(self._tail, rows[::-1])
-        self._tail += len(rows)
-        self._pay(len(rows))
+        self._append(rows[::-1], stamp)
 
     def victims(self, count: int, evictable: Bools) -> Entries:
         """Take out the entries to evict next; they are forgotten here.
@@ -150,6 +132,15 @@ class LeafFirstLru:
 
         Cost: 20 µs and 0.05 µs an entry taken or parked, or wasted in the same chunk.
         """
+        gone = self.take(count, evictable)
+        self._recency[gone] = NEVER
+        return gone
+
+    def take(self, count: int, evictable: Bools) -> Entries:
+        """As `victims`, but the stamps stay: each must be evicted, restored or kept by the caller.
+
+        For orders that are made of several of these.
+        """
         found: list[Rows] = [np.empty(0, np.int64)]
         missing, idle_rounds, logged = count, 0, self._logged
         while missing > 0 and self._returned + self._logged > 0 and idle_rounds < IDLE_ROUNDS_MAX:
@@ -158,10 +149,30 @@ class LeafFirstLru:
             found.append(taken)
             missing -= len(taken)
             idle_rounds += len(taken) == 0
-        gone = np.concatenate(found)
-        self._recency[gone] = NEVER
         self._pay(logged - self._logged)
-        return gone.astype(np.int32)
+        return np.concatenate(found).astype(np.int32)
+
+    def restore(self, entries: Entries) -> None:
+        """Entries that `take` has given are not evicted: they are the next to go, in this order."""
+        if len(entries) == 0:
+            return
+        self._front -= len(entries)
+        turns = np.arange(self._front, self._front + len(entries))
+        self._turn[entries] = -turns
+        self._returned += len(entries)
+        heapq.heappush(self._runs, (turns.item(0), turns, entries))
+
+    def keep(self, entries: Entries, stamp: int) -> None:
+        """Entries that `take` has given become the last to go, in this order.
+
+        Args:
+            entries: int32[n], distinct, absent here.
+            stamp: not smaller than that of any touch before.
+        """
+        assert stamp >= self._newest
+        if len(entries):
+            self._newest = stamp
+            self._append(entries.astype(np.int64), stamp)
 
     def unpark(self, entries: Entries) -> None:
         """Put those entries that are parked back to where they were: they are the next to go."""
@@ -203,6 +214,15 @@ class LeafFirstLru:
         return None
 
     # -- the log
+
+    def _append(self, rows: Rows, stamp: int) -> None:
+        """Write entries, those to evict first in front, at the new end."""
+        while self.log_places + len(rows) > len(self._ring):  # not met: see "At the bound"
+            self._sweep(self.log_places)
+        self._recency[rows] = stamp
+        self._put(self._tail, rows)
+        self._tail += len(rows)
+        self._pay(len(rows))
 
     def _put(self, position: int, rows: Rows) -> None:
         """Write entries at a position and after; they must have left their earlier places."""

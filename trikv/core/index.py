@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trikv.core.rows import is_all
-from trikv.core.words import Entries, SpaceId, Words
+from trikv.core.words import Entries, Names, SpaceId, Words
 
 ABSENT: Final = -1
 HASH_WORDS: Final = 4
@@ -64,6 +64,11 @@ class Index:
 
     def __len__(self) -> int:
         return self._count
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the columns."""
+        return self._links.nbytes + self._keys.nbytes + self._spaces.nbytes
 
     def find(self, space: SpaceId, hashes: Words) -> Entries:
         """Look up each key for itself.
@@ -193,6 +198,14 @@ class Index:
     def hashes_of(self, entries: Entries) -> Words:
         """The block hashes of entries in use: a copy, uint64[n, 4]."""
         return self._keys.take(entries, axis=0)
+
+    def names_of(self, entries: Entries) -> Names:
+        """Names of entries in use: the same whenever the same key is here, whatever its entry."""
+        spaces = self._spaces.take(entries).astype(np.uint64)
+        mixed = self._keys[entries, 0] ^ (spaces * np.uint64(SPACE_FACTOR) + np.uint64(self._seed))
+        mixed *= np.uint64(BUCKET_FACTOR)
+        names: Names = mixed ^ (mixed >> np.uint64(32))
+        return names
 
     def _salt(self, space: int) -> np.uint64:
         return np.uint64(((space + 1) * SPACE_FACTOR + self._seed) & WORD_MASK)

@@ -19,6 +19,7 @@ Fields = tuple[tuple[str, str], ...]
 
 PROBE_FIELD = "hash_probe"
 LABEL_FIELD = "label"
+TENANT_FIELD = "tenant"
 NAMESPACES_MAX = 1_024
 
 
@@ -83,6 +84,11 @@ class Namespace:
     def label(self) -> str:
         """What people call it."""
         return dict(self.fields).get(LABEL_FIELD, "?")
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is; empty when nobody said."""
+        return dict(self.fields).get(TENANT_FIELD, "")
 
 
 @dataclass(slots=True)

@@ -122,6 +122,10 @@ class Pages:
         """Pool bytes of one block: its pages on all ranks, with their padding."""
         return sum(self._cuts[shape].page_bytes)
 
+    def slot_count(self, shape: ShapeId) -> int:
+        """Slots of a shape if the whole pool were cut for it."""
+        return self.slab_count * self._cuts[shape].slots_per_slab
+
     # -- allocation
 
     def allocate(self, shape: ShapeId, count: int) -> Slots:

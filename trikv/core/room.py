@@ -11,11 +11,12 @@ import numpy as np
 
 from trikv.core.blocks import Blocks
 from trikv.core.counters import Counters
-from trikv.core.eviction import LeafFirstLru
 from trikv.core.index import Index
 from trikv.core.pages import Pages
+from trikv.core.policies import Ground, Maker, Policy
 from trikv.core.rows import is_all, rows_of
-from trikv.core.words import Entries, ShapeId, Stamp
+from trikv.core.tenants import TenantOrders, Tenants
+from trikv.core.words import Entries, ShapeId, SpaceId, Stamp
 
 
 class Room:
@@ -26,25 +27,51 @@ class Room:
         orders: a shape's blocks, those to evict first in front; sealed blocks only.
     """
 
-    def __init__(self, pages: Pages, blocks: Blocks, index: Index, counters: Counters) -> None:
+    def __init__(
+        self,
+        pages: Pages,
+        blocks: Blocks,
+        index: Index,
+        counters: Counters,
+        *,
+        maker: Maker,
+        tenants: Tenants | None = None,
+    ) -> None:
         self.recency = np.full(blocks.capacity, -1, np.int64)
-        self.orders: dict[ShapeId, LeafFirstLru] = {}
+        self.orders: dict[ShapeId, Policy] = {}
         self._seen_at = np.zeros(blocks.capacity, np.int32)  # scratch of `touch`
         self._pages = pages
         self._blocks = blocks
         self._index = index
         self._counters = counters
+        self._maker = maker
+        self._tenants = tenants
         self._stamps = itertools.count(1)
 
     def open(self, shape: ShapeId) -> None:
         """Make a shape known; the same shape may be opened again."""
-        self.orders.setdefault(shape, LeafFirstLru(self.recency))
+        if shape not in self.orders:
+            blocks = min(self._pages.slot_count(shape), self._blocks.capacity)
+            ground = Ground(self.recency, blocks, self._index.names_of)
+            self.orders[shape] = self._new_order(shape, ground)
+
+    def _new_order(self, shape: ShapeId, ground: Ground) -> Policy:
+        if self._tenants is None:
+            return self._maker(ground)
+        return TenantOrders(
+            self._tenants,
+            self._maker,
+            ground,
+            space=self._blocks.space,
+            replica=self._blocks.replica,
+            block_bytes=self._pages.slot_bytes(shape),
+        )
 
     def count(self, shape: ShapeId) -> int:
         """How many blocks of a shape fit without evicting any."""
         return min(self._pages.free_count(shape), self._blocks.unused_count)
 
-    def make(self, shape: ShapeId, count: int, *, batch: int) -> None:
+    def make(self, shape: ShapeId, count: int, *, batch: int, space: SpaceId) -> None:
         """Evict until `count` blocks of a shape fit, or nothing more can be evicted.
 
         A whole slab of another shape goes first when all its blocks are colder than ours: so a pool
@@ -54,7 +81,10 @@ class Room:
             shape: whose blocks want room.
             count: of blocks, those that fit already included.
             batch: blocks evicted at once at least, where there are so many.
+            space: theirs; with quotas its tenant matters.
         """
+        if self._tenants is not None:
+            self._tenants.asking = self._tenants.of(space)
         order = self.orders[shape]
         while (missing := count - self.count(shape)) > 0:
             coldest = order.coldest()
@@ -82,10 +112,15 @@ class Room:
             slabs = self._pages.slab_of(self._blocks.slot[evictable[:1]])
             self._order_of_slab(slabs.item()).unpark(evictable)
 
-    def touch(self, shape: ShapeId, entries: Entries) -> None:
+    def touch(self, shape: ShapeId, entries: Entries, *, is_use: bool = False) -> None:
         """Sealed blocks, root first, were used or are new: they are the last to go.
 
         An engine may name a block twice in one request; it counts where it stands last.
+
+        Args:
+            shape: of all of them.
+            entries: root first.
+            is_use: True when a request finds them for the first time, which is counted.
         """
         rows = rows_of(entries)
         if not isinstance(rows, slice) and not is_all(entries[1:] > entries[:-1]):
@@ -95,8 +130,14 @@ class Room:
             rows = rows_of(entries)
         if len(entries):
             stamp = Stamp(next(self._stamps))
+            if is_use:
+                self.orders[shape].used(entries)
             self.orders[shape].touch(entries, stamp)
             self._pages.used(self._blocks.slot[rows], stamp)
+
+    def count_uses(self, shape: ShapeId, entries: Entries) -> None:
+        """A request that had not been counted uses sealed blocks."""
+        self.orders[shape].used(entries)
 
     def _reclaim_slab(self, shape: ShapeId, *, colder_than: int | None) -> bool:
         """Evict the coldest slab of another shape that nobody holds; False if there is none."""
@@ -104,12 +145,18 @@ class Room:
             if colder_than is not None and self._pages.newest_use[slab] >= colder_than:
                 return False
             entries = self._pages.entries_in_slab(slab)
-            if bool(self._blocks.evictable[entries].all()):
+            if bool(self._blocks.evictable[entries].all()) and self._may_lose(slab, entries):
                 self._order_of_slab(slab).forget(entries)
                 self._evict(entries)
                 self._counters.reclaimed_slabs_total += 1
                 return True
         return False
+
+    def _may_lose(self, slab: int, entries: Entries) -> bool:
+        order = self._order_of_slab(slab)
+        if self._tenants is None or not isinstance(order, TenantOrders):
+            return True
+        return self._tenants.may_lose(order.tenants_of(entries), order.block_bytes)
 
     def _evict_any(self, shape: ShapeId, count: int, batch: int) -> bool:
         """When rows, not pages, are short: evict from the other shapes' orders."""
@@ -123,7 +170,7 @@ class Room:
                     return True
         return False
 
-    def _order_of_slab(self, slab: int) -> LeafFirstLru:
+    def _order_of_slab(self, slab: int) -> Policy:
         return self.orders[self._pages.shape_of_slab(slab)]
 
     def _evict(self, victims: Entries) -> None:

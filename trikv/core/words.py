@@ -31,3 +31,5 @@ Entries = NDArray[np.int32]
 """Entry numbers, shape (n,): rows of the block columns."""
 Offsets = NDArray[np.int64]
 """Byte offsets in the pool, shape (n,)."""
+Names = NDArray[np.uint64]
+"""Names of keys, shape (n,): a 64-bit digest of space and hash, for what may err."""

@@ -28,8 +28,11 @@ from trikv.config import SettingError, Settings
 from trikv.core.cache import Cache
 from trikv.core.engines import Engines
 from trikv.core.errors import KvError
+from trikv.core.insight import Insight
 from trikv.core.pages import PAGE_ALIGN
 from trikv.core.plans import Limits
+from trikv.core.policies import ADMISSION, DEFAULT, MAKERS, Maker
+from trikv.core.tenants import Tenants
 from trikv.core.windows import Windows
 from trikv.nursery.ceiling import CeilingTask, state_path
 from trikv.nursery.copiers import Copiers, PoolPlace
@@ -40,8 +43,10 @@ from trikv.nursery.listening import AddressError, bind, connections_for
 from trikv.nursery.logs import set_up_logging
 from trikv.nursery.memories import Memories
 from trikv.nursery.metrics import Page
+from trikv.nursery.quotas import read_rules, watch
+from trikv.nursery.recording import Recorder
 from trikv.nursery.rpc import Listener
-from trikv.nursery.service import Service, sweep
+from trikv.nursery.service import Service, digest, sweep
 from trikv.nursery.sessions import Sessions
 from trikv.nursery.status import Facts
 from trikv.nursery.store import Store
@@ -105,16 +110,53 @@ def pool_bytes_for(settings: Settings) -> int:
     return size
 
 
+def policy_of(settings: Settings) -> Maker:
+    """The order of eviction.
+
+    Raises:
+        SettingError: the frequency filter stands before leaf-first LRU only.
+    """
+    if not settings.enable_lfu_admission:
+        return MAKERS[settings.eviction_policy]
+    if settings.eviction_policy != DEFAULT:
+        raise SettingError(f"--enable-lfu-admission: needs --eviction-policy {DEFAULT}")
+    return MAKERS[ADMISSION]
+
+
+def tenants_of(settings: Settings, pool_bytes: int) -> Tenants | None:
+    """Quotas, when there is a file of them.
+
+    Raises:
+        SettingError: the file cannot be used.
+    """
+    if settings.quota_file is None:
+        return None
+    return Tenants(pool_bytes, read_rules(settings.quota_file))
+
+
 def build(settings: Settings, pool: pools.Pool, guard: FreezeGuard | None) -> Daemon:
     """Wire the parts; opens nothing."""
     rows = settings.max_blocks or min(pool.bytes // PAGE_ALIGN, BLOCKS_MAX)
     limits = Limits(lease_s=settings.lease_seconds, fill_s=settings.fill_seconds)
     slab_bytes = slab_bytes_for(pool.bytes, settings.slab_size)
     cache = Cache(
-        pool.bytes, slab_bytes, entries_max=rows, seed=secrets.randbits(63), limits=limits
+        pool.bytes,
+        slab_bytes,
+        entries_max=rows,
+        seed=secrets.randbits(63),
+        limits=limits,
+        policy=policy_of(settings),
+        tenants=tenants_of(settings, pool.bytes),
     )
     windows = Windows(settings.metric_hll_windows, now_s=0.0)
-    store = Store(cache, Engines(settings.max_engines), trio.current_time, windows)
+    store = Store(
+        cache,
+        Engines(settings.max_engines),
+        trio.current_time,
+        windows,
+        insight=Insight(cache.pages.capacity_bytes),
+        recorder=Recorder(settings.record_trace) if settings.record_trace else None,
+    )
     staging_bytes = settings.gpu_staging // 2 // PAGE_ALIGN * PAGE_ALIGN  # a direction
     place = PoolPlace(pool.fd, pool.bytes, cache.pages.slab_bytes, staging_bytes)
     copiers = Copiers(place, cuda_refusal())
@@ -161,6 +203,7 @@ async def run_trio(
         )
         back.start_soon(populate, daemon)
         back.start_soon(collect_garbage)
+        start_watching(back, daemon)
         async with trio.open_nursery() as copies:
             await copies.start(daemon.service.saving.run)
             await copies.start(daemon.service.loading.run)
@@ -172,6 +215,16 @@ async def run_trio(
                 copies.start_soon(stop_copies, daemon.service, deadline_s)
             copies.cancel_scope.cancel()
         back.cancel_scope.cancel()
+
+
+def start_watching(nursery: trio.Nursery, daemon: Daemon) -> None:
+    """What looks on and serves no call."""
+    store, settings = daemon.service.store, daemon.settings
+    nursery.start_soon(digest, store)
+    if store.cache.tenants is not None and settings.quota_file is not None:
+        nursery.start_soon(watch, settings.quota_file, store.cache.tenants)
+    if store.recorder is not None:
+        nursery.start_soon(store.recorder.run, settings.trace_block_tokens)
 
 
 async def stop_copies(service: Service, deadline_s: float) -> None:
@@ -308,6 +361,8 @@ def main() -> None:
     try:
         settings = config.load(sys.argv[1:], os.environ)
         size = pool_bytes_for(settings)
+        policy_of(settings)
+        tenants_of(settings, size)
     except SettingError as error:
         print(f"trikv-daemon: {error}", file=sys.stderr)  # noqa: T201  # the one clear line
         sys.exit(EXIT_USAGE)

@@ -20,6 +20,10 @@ from trikv.nursery.sessions import Session, Sessions
 from trikv.nursery.store import Store
 from trikv.tiers.copies import Copy, Process
 
+DIGEST_CALLS = 1  # at most some 5 ms, mostly below 1
+DIGEST_BUSY_S = 0.01
+DIGEST_IDLE_S = 0.25
+
 
 @dataclass(frozen=True, slots=True)
 class Service:
@@ -193,3 +197,10 @@ async def sweep(
     while True:
         await trio.sleep(every_s)
         store.sweep()
+
+
+async def digest(store: Store) -> None:
+    """Work off what the miss-ratio curve and the shadow caches have not seen yet, bit by bit."""
+    while store.insight is not None:
+        has_more = store.insight.digest(DIGEST_CALLS, now_s=store.now_s())
+        await trio.sleep(DIGEST_BUSY_S if has_more else DIGEST_IDLE_S)

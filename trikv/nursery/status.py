@@ -54,6 +54,8 @@ def write_status(status: Any, service: Service, facts: Facts) -> None:
     _write_pool(status.init("pool"), service, facts)
     _write_namespaces(status, service)
     _write_engines(status, service)
+    _write_insight(status, service)
+    _write_tenants(status, service)
     counters = service.store.cache.counters.items()
     rows = status.init("counters", len(counters))
     for row, (name, value) in zip(rows, counters, strict=True):
@@ -146,3 +148,28 @@ def _write_copiers(status: Any, copiers: Copiers) -> None:
             row.registeredBytes = copier.registered_bytes
             row.saveSeconds = copier.copied_s[Direction.SAVE]
             row.loadSeconds = copier.copied_s[Direction.LOAD]
+
+
+def _write_insight(status: Any, service: Service) -> None:
+    insight = service.store.insight
+    if insight is None:
+        return
+    points = insight.points()
+    for row, (capacity_bytes, hit_rate) in zip(
+        status.init("curve", len(points)), points, strict=True
+    ):
+        row.capacityBytes, row.hitRate = capacity_bytes, hit_rate
+    rates = insight.shadows.hit_rates()
+    for row, (policy, hit_rate) in zip(
+        status.init("shadows", len(rates)), rates.items(), strict=True
+    ):
+        row.policy, row.hitRate = policy, hit_rate
+
+
+def _write_tenants(status: Any, service: Service) -> None:
+    tenants = service.store.cache.tenants
+    rows = list(tenants.rows()) if tenants is not None else []
+    for row, (name, used, floor, share) in zip(
+        status.init("tenants", len(rows)), rows, strict=True
+    ):
+        row.name, row.usedBytes, row.floorBytes, row.shareBytes = name, used, floor, share

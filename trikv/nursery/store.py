@@ -16,11 +16,13 @@ from trikv.core.cache import Cache
 from trikv.core.calls import Declare, Load, Named, Query, Register, Save
 from trikv.core.engines import Engines, Instance
 from trikv.core.errors import BadRequestError, KvError, LeaseLostError
+from trikv.core.insight import Insight
 from trikv.core.layout import GroupLayout, Place
 from trikv.core.namespace import NAMESPACES_MAX, Namespace
 from trikv.core.plans import Hit, Key, LoadPlan, SavePlan
 from trikv.core.windows import Windows, salt_of
-from trikv.core.words import InstanceName, RequestId, SessionId, SpaceId
+from trikv.core.words import InstanceName, RequestId, SessionId, SpaceId, Words
+from trikv.nursery.recording import Recorder
 
 ANSWERED_MAX: Final = 64  # queries that wait to be counted
 
@@ -34,6 +36,8 @@ class Store:
     now_s: Callable[[], float]
     windows: Windows
     _answered: list[tuple[Namespace, int, Query, Hit, float]] = field(default_factory=list)
+    insight: Insight | None = None  # what other sizes and orders of eviction would give
+    recorder: Recorder | None = None
 
     # -- instances
 
@@ -97,7 +101,7 @@ class Store:
 
     def _open_spaces(self, namespace: Namespace) -> None:
         for space, page_bytes in zip(namespace.spaces, namespace.pages, strict=True):
-            self.cache.open_space(space, page_bytes)
+            self.cache.open_space(space, page_bytes, namespace.tenant)
 
     def _forget_namespace(self, namespace: Namespace) -> None:
         """Drop a namespace that has neither engines nor blocks."""
@@ -141,6 +145,8 @@ class Store:
         self._answered.append((namespace, namespace.epoch, call, hit, now_s))
         if len(self._answered) >= ANSWERED_MAX:
             self.settle()
+        if hit.asked_before == 0:
+            self._note(key, call.words, None)
         return hit
 
     def settle(self) -> None:
@@ -171,7 +177,18 @@ class Store:
         plan = self.cache.prepare_save(
             key, call.words, rank=call.rank, first=call.first, now_s=self.now_s()
         )
+        if call.rank == 0:  # the same blocks on all ranks
+            asked = max(0, plan.chain.asked_blocks - call.first)
+            self._note(key, call.words[asked:], call.first + asked)
         return plan, layout
+
+    def _note(self, key: Key, words: Words, first: int | None) -> None:
+        """Show a request's blocks, asked for or saved at `first`, to those who watch."""
+        if self.insight is not None:
+            block_bytes = self.cache.spaces[key.space].block_bytes
+            self.insight.note(key.space, words, block_bytes, is_ask=first is None)
+        if self.recorder is not None:
+            self.recorder.note(self.now_s(), key.instance, key.space, words, first)
 
     def complete_save(self, plan: SavePlan, copied: NDArray[np.bool_], layout: GroupLayout) -> None:
         """The copy has ended."""
