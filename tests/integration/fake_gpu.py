@@ -69,8 +69,10 @@ class FakeLane:
     pool: mmap.mmap
     control: mmap.mmap
     into_engine: bool
-    chunk_bytes: int = CHUNK_BYTES
     chunks: deque[Callable[[], None]] = field(default_factory=deque)
+
+    def chunk_bytes(self, _mapped: Any, _group: int) -> int:
+        return CHUNK_BYTES
 
     def start(self, mapped: Any, group: int, blocks: Sorted, part: slice) -> bool:
         if len(self.chunks) == CHUNKS_MAX:

@@ -67,13 +67,11 @@ class Mapped(Protocol):
 
 
 class Lane(Protocol):
-    """One direction of a device; used by one thread.
+    """One direction of a device; used by one thread."""
 
-    Attributes:
-        chunk_bytes: what a chunk should have now.
-    """
-
-    chunk_bytes: int
+    def chunk_bytes(self, mapped: Mapped, group: int) -> int:
+        """What a chunk of this memory should have now."""
+        ...
 
     def start(self, mapped: Mapped, group: int, blocks: Sorted, part: slice) -> bool:
         """Begin a chunk; False: there is no room before the oldest one has ended."""
@@ -226,9 +224,10 @@ class Work:
 
     def _start(self, lane: Lane, transfer: Transfer) -> bool:
         begin = transfer.started
-        size = chunk_blocks(begin, page_bytes=transfer.block_bytes, chunk_bytes=lane.chunk_bytes)
-        end = min(begin + size, len(transfer.arrived))
         group = transfer.order.group
+        wanted = lane.chunk_bytes(transfer.mapped, group)
+        size = chunk_blocks(begin, page_bytes=transfer.block_bytes, chunk_bytes=wanted)
+        end = min(begin + size, len(transfer.arrived))
         if not lane.start(transfer.mapped, group, transfer.sorted, slice(begin, end)):
             assert self._moving, "a chunk that never fits"
             return False

@@ -29,7 +29,7 @@ from trikv.tiers.frames import CopyOrder
 CHUNK_BYTES: Final = 16 << 20
 CHUNK_BYTES_BUSY: Final = 64 << 20
 BUS_BYTES_S: Final = 40e9
-LATE_S: Final = 0.0005
+LATE_S: Final = 0.001
 """A chunk that ends so much later than the bus needs has waited for the GPU's other users."""
 BUSY_S: Final = 1.0
 """How long chunks stay large after one was late: with many of them under way none is seen late."""
@@ -118,18 +118,26 @@ class GpuLane:
         self._moving: deque[_Moving] = deque()
         self._bytes = 0  # under way
         self._busy_until_s = 0.0
-        self.chunk_bytes = CHUNK_BYTES
         self._ring = Ring(0)
         self._staging = 0
         self._arguments = kernels.Arguments()
         self._is_short = False
+
+    def chunk_bytes(self, mapped: Mapped, group: int) -> int:
+        """See `Lane`."""
+        facts = cast("GpuMemory", mapped).groups[group]
+        return CHUNK_BYTES_BUSY if self._is_busy and not facts.is_direct else CHUNK_BYTES
+
+    @property
+    def _is_busy(self) -> bool:
+        return time.perf_counter() < self._busy_until_s
 
     def start(self, mapped: Mapped, group: int, blocks: Sorted, part: slice) -> bool:
         """See `Lane`."""
         facts = cast("GpuMemory", mapped).groups[group]
         ids, offsets = blocks.blocks[part], blocks.offsets[part]
         self._device.register_slabs(offsets)
-        is_direct = facts.is_direct and time.perf_counter() < self._busy_until_s
+        is_direct = facts.is_direct and self._is_busy
         if not is_direct and self._has_staging(len(ids) * facts.pitch):
             return self._start_staged(facts, ids, offsets, blocks.heads[part])
         return self._start_direct(facts, ids, offsets)
@@ -146,7 +154,6 @@ class GpuLane:
             now_s = time.perf_counter()
             if now_s - moving.due_s > LATE_S:
                 self._busy_until_s = now_s + BUSY_S
-            self.chunk_bytes = CHUNK_BYTES_BUSY if now_s < self._busy_until_s else CHUNK_BYTES
 
     def drop_staging(self) -> None:
         """Give the GPU its memory back; nothing staged is under way."""
