@@ -8,19 +8,42 @@ capnp itself: it gives pycapnp what asyncio's loop would, in fewer steps.
 
 import asyncio
 import contextvars
+import selectors
 import socket
 from collections import deque
 from collections.abc import Callable, Coroutine
 from itertools import islice
 from typing import Any, Final
 
+EVENTS_MAX: Final = 8
 PIECES_MAX: Final = 64  # sent at once; the system's own limit is 1,024
 STEPS_MAX: Final = 16
 WORD_BYTES: Final = 8
 
 
+class FewAtOnce(selectors.DefaultSelector):
+    """Reports at most `EVENTS_MAX` sockets a look, and others at the next.
+
+    Each may carry a call of a millisecond: a burst of forty engines must not be one turn of the
+    loop, with every timer behind it.
+    """
+
+    _skipped = 0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """As the standard library's."""
+        ready = super().select(timeout)
+        if len(ready) <= EVENTS_MAX:
+            return ready
+        first = self._skipped = (self._skipped + EVENTS_MAX) % len(ready)
+        return (ready[first:] + ready[:first])[:EVENTS_MAX]
+
+
 class Loop(asyncio.SelectorEventLoop):
     """asyncio's loop with our transport, and with calls that end where they begin."""
+
+    def __init__(self) -> None:
+        super().__init__(FewAtOnce())
 
     async def create_unix_connection(
         self, protocol_factory: Any, *args: Any, **options: Any

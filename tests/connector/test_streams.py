@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import selectors
 import socket
 import struct
 from collections.abc import Awaitable, Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 import capnp
 
-from trikv.streams import STEPS_MAX, Answered, Loop
+from trikv.streams import EVENTS_MAX, STEPS_MAX, Answered, FewAtOnce, Loop
 from trikv.wire import SCHEMA
 
 BUFFER = 1 << 16
@@ -251,3 +252,26 @@ def test_a_call_that_was_answered_at_once_is_right_on_any_loop() -> None:
     for factory in (Loop, asyncio.SelectorEventLoop):
         with asyncio.Runner(loop_factory=factory) as runner:
             runner.run(main())
+
+
+def test_a_burst_is_no_one_turn_and_nobody_is_left_out() -> None:
+    looks = FewAtOnce()
+    pairs = [socket.socketpair() for _ in range(3 * EVENTS_MAX + 1)]
+    try:
+        for ours, theirs in pairs:
+            looks.register(ours, selectors.EVENT_READ)
+            theirs.send(b"x")
+        seen: set[int] = set()
+        for _ in range(2 * len(pairs) // EVENTS_MAX + 2):
+            ready = looks.select(0)
+            assert len(ready) == EVENTS_MAX
+            seen |= {key.fd for key, _ in ready}
+        assert seen == {ours.fileno() for ours, _ in pairs}
+        for ours, _ in pairs[2:]:
+            ours.recv(1)
+        assert len(looks.select(0)) == 2
+    finally:
+        looks.close()
+        for pair in pairs:
+            for one in pair:
+                one.close()
