@@ -1,7 +1,7 @@
 """How fast blocks get from a GPU into the pool and back, beside one large copy.
 
     python -m bench.transfer [--json] [--layouts all|NAME,...] [--mib 128,512,2048] [--rounds 7]
-        [--load] [--plot FILE]
+        [--load] [--plot FILE.png [--lines FILE.jsonl]]
 
 A daemon with a copier, and an engine process with real KV tensors, through the connector's own
 worker. `save` and `load` are the copier's: from the arrival of the order to the last byte, the
@@ -14,6 +14,7 @@ multiplies matrices, with its speed beside what it has alone.
 
 import argparse
 import contextlib
+import json
 import mmap
 import multiprocessing
 import random
@@ -22,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -249,11 +251,22 @@ def plot(lines: list[Line], path: str) -> None:
         top = [statistics.median(best[size]) for size in best]
         panel.plot(list(best), top, color="black", linestyle="--", label="one large copy")
         panel.set(title=metric, xscale="log", xlabel="MiB", ylim=(0, None))
+        panel.set_xticks(list(best), [str(size) for size in best])
+        panel.set_xticks([], minor=True)
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("GB/s")
     panels[1].legend(fontsize=7, loc="lower right")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
+
+
+def read_lines(path: str) -> list[Line]:
+    """What a run with --json printed."""
+    rows = [json.loads(text) for text in Path(path).read_text().splitlines()]
+    return [
+        Line(one["case"], one["metric"], one["value"], one["unit"], baseline=one["baseline"])
+        for one in rows
+    ]
 
 
 def main() -> None:
@@ -265,8 +278,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--pool", default=POOL)
     parser.add_argument("--load", action="store_true")
-    parser.add_argument("--plot")
+    parser.add_argument("--plot", help="draw a picture")
+    parser.add_argument("--lines", help="measure nothing: take what an earlier run printed")
     args = parser.parse_args()
+    if args.lines:
+        plot(read_lines(args.lines), args.plot)
+        return
     if not torch.cuda.is_available():
         sys.exit("bench.transfer: needs an NVIDIA GPU")
     lines = []
