@@ -24,7 +24,7 @@ from trikv.core.plans import Hit, Limits, LoadPlan, SavePlan
 from trikv.core.windows import Windows
 from trikv.core.words import InstanceName, LeaseId, RequestId, SessionId, Words
 from trikv.nursery import store as module
-from trikv.nursery.store import Store
+from trikv.nursery.store import Store, layouts_of
 
 PAGE = 4096
 SLAB = 8 * PAGE
@@ -66,7 +66,7 @@ class Engine:
 
     def register(self, rank: int = 0) -> Named:
         call = Register(self.name, rank, (Range(1 << 20, 9 * SLAB),), self.groups, 0, 0)
-        return self.store.register(self.session(rank), call)
+        return self.store.register(self.session(rank), call, layouts_of(call))
 
     def start(self) -> "Engine":
         self.declare()

@@ -2,11 +2,14 @@
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import Start
+from tests.integration import fake_gpu
 from tests.integration.daemons import RunningDaemon, start_daemon, status
+from tests.integration.fake_gpu_daemon import Gpu, memfd
 
 
 @pytest.fixture(scope="module")
@@ -20,3 +23,9 @@ def daemon(
     facts = asyncio.run(status(running.address))
     assert facts["state"] == "serving"
     assert running.end() == 0
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])  # where copiers find this package
+    return Gpu(*memfd(fake_gpu.CONTROL_BYTES))

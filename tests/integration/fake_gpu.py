@@ -123,6 +123,8 @@ class FakeGpu:
         groups = [
             [(p.memory, p.offset, p.stride, p.bytes) for p in one.pieces] for one in order.groups
         ]
+        for memory, offset, _, size in (piece for one in groups for piece in one):
+            assert 0 < size <= len(maps[memory]) - offset, "the daemon has checked that"
         return FakeMapped(maps, events, groups)
 
     def detach(self, mapped: Any) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import mmap
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from trikv import config
 from trikv.core.calls import Declare, GpuMemory, GroupPieces, Load, Query, Register, Save
 from trikv.core.layout import Piece, Range
 from trikv.core.words import InstanceName, LeaseId, RequestId
+from trikv.nursery.copier import Copier
 from trikv.nursery.copiers import PoolPlace
 from trikv.nursery.serve import Daemon, build, run_trio
 from trikv.nursery.sessions import Session
@@ -81,6 +82,10 @@ class Rank:
         self.session = service.hello(HeldProcess(os.getpid()), "test")
         name = InstanceName(self.name)
         await service.declare(self.session, Declare(name, 1, (("model", "m"),)))
+        return await self.register()
+
+    async def register(self) -> tuple[int, ...]:
+        name = InstanceName(self.name)
         events = tuple(fake_gpu.handle(self.event_fd, at) for at in range(8))
         gpu = GpuMemory(UUID, (fake_gpu.handle(self.fd),), events)
         call = Register(
@@ -92,7 +97,7 @@ class Rank:
             0,
             gpu,
         )
-        return (await service.register(self.session, call)).writers
+        return (await self.daemon.service.register(self.session, call)).writers
 
     def block(self, number: int) -> bytes:
         parts = (p.offset + number * p.stride for p in self.pieces)
@@ -154,3 +159,21 @@ async def running(gpu: Gpu, pool_bytes: int = 8 << 20) -> AsyncIterator[Daemon]:
 
 def exists(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
+
+
+def copier(daemon: Daemon) -> Copier:
+    return daemon.facts.copiers.by_gpu[UUID.hex()]
+
+
+def maps(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+async def until(check: Callable[[], object], limit_s: float = 10.0) -> None:
+    with trio.fail_after(limit_s):
+        while not check():  # noqa: ASYNC110  # of other processes' doings
+            await trio.sleep(0.005)
+
+
+def fill(rank: Rank, seed: int = 0) -> None:
+    rank.memory[:] = np.random.default_rng(seed).integers(0, 256, len(rank.memory), np.uint8)

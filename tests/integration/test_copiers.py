@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,36 +14,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.integration import fake_gpu
-from tests.integration.fake_gpu_daemon import BLOCKS, PAGE, UUID, Gpu, Rank, exists, memfd, running
+from tests.integration.fake_gpu_daemon import (
+    BLOCKS,
+    PAGE,
+    UUID,
+    Gpu,
+    Rank,
+    copier,
+    exists,
+    fill,
+    maps,
+    running,
+    until,
+)
 from trikv.core.errors import BadRequestError, KvError, NotReadyError
 from trikv.core.layout import Piece
 from trikv.nursery import copier as copier_module
-from trikv.nursery.serve import Daemon
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    monkeypatch.chdir(Path(__file__).resolve().parents[2])  # where copiers find this package
-    return Gpu(*memfd(fake_gpu.CONTROL_BYTES))
-
-
-def copier(daemon: Daemon) -> copier_module.Copier:
-    return daemon.facts.copiers.by_gpu[UUID.hex()]
-
-
-def maps(pid: int) -> str:
-    return Path(f"/proc/{pid}/maps").read_text()
-
-
-async def until(check: Callable[[], object], limit_s: float = 10.0) -> None:
-    with trio.fail_after(limit_s):
-        while not check():  # noqa: ASYNC110  # of other processes' doings
-            await trio.sleep(0.005)
-
-
-def fill(rank: Rank, seed: int = 0) -> None:
-    rank.memory[:] = np.random.default_rng(seed).integers(0, 256, len(rank.memory), np.uint8)
-
 
 PIECES = st.lists(st.sampled_from([1, 2, 48, 512, 4096, 5000]), min_size=1, max_size=5)
 

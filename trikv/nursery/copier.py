@@ -2,12 +2,20 @@
 
 Decided here: when it counts as hung, and that nobody is told of its end before it is dead. This
 file does not know CUDA, nor when a copier is started or replaced.
+
+| it is silent | while | then |
+| --- | --- | --- |
+| for `HANG_S` | it has copies to do | killed |
+| for `START_S` | the same, but the pool is being registered: a chunk waits for its slabs | killed |
+| for `START_S` | memory is to be mapped, its own start included | killed |
 """
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,16 +69,43 @@ class _Mapping:
 
 
 class _Channel:
-    """One socket to a copier."""
+    """One socket to a copier.
+
+    Orders are posted and not waited for: a call that is cancelled can then leave no half of a frame
+    behind, and orders arrive as they were posted.
+
+    At the bound: what the copier has not read yet is no more than what may be asked of it, and one
+    that does not read is killed.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
-        self.stream = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
-        self._sending = trio.Lock()
+        self._sock = sock
+        self.stream = trio.SocketStream(trio.socket.from_stdlib_socket(sock))  # does not block
+        self._left: deque[bytes] = deque()
+        self._has_left = trio.Event()
 
-    async def send(self, frame: bytes) -> None:
-        """Send one frame whole."""
-        async with self._sending:
-            await self.stream.send_all(frame)
+    def post(self, frame: bytes) -> None:
+        """Send a frame; to a copier that has ended it is not sent: its end is the answer."""
+        if not self._left:
+            try:
+                frame = frame[self._sock.send(frame) :]
+            except BlockingIOError:
+                pass
+            except OSError:
+                return
+        if frame:
+            self._left.append(frame)
+            self._has_left.set()
+
+    async def write(self) -> None:
+        """Send what the socket did not take at once; runs until cancelled."""
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            while True:
+                await self._has_left.wait()
+                self._has_left = trio.Event()
+                while self._left:
+                    await self.stream.send_all(self._left[0])
+                    self._left.popleft()
 
     async def hear(self, take: Callable[[Kind, int, bytes], None]) -> None:
         """Hand each frame over until the other side has ended."""
@@ -96,7 +131,6 @@ class Copier:
         uuid: str,
         process: subprocess.Popen[bytes],
         sockets: Sequence[socket.socket],
-        nursery: trio.Nursery,
     ) -> None:
         """Take charge of a process; `run` must follow.
 
@@ -104,9 +138,11 @@ class Copier:
             uuid: of the GPU, in hex.
             process: just started, a child of this thread.
             sockets: to it: control, saves, loads; this object's from here on.
-            nursery: where orders that nobody waits for are sent from.
+
+        Raises:
+            OSError: no descriptor is left to watch it with.
         """
-        self._nursery = nursery
+        self._pidfd = os.pidfd_open(process.pid)  # it was not waited for: this is no other process
         self.uuid = uuid
         self.pid = process.pid
         self.facts: dict[str, str | int | float] = {}
@@ -121,6 +157,7 @@ class Copier:
         self._ready = trio.Event()
         self._pending: dict[int, _Pending] = {}
         self._mappings: dict[int, _Mapping] = {}
+        self._asked_s: dict[int, float] = {}  # memory to be mapped, since when
         self._heard_s = dict.fromkeys(Direction, 0.0)
 
     # -- what is asked of it
@@ -135,10 +172,11 @@ class Copier:
         if self.end:
             raise NotReadyError(f"GPU {self.uuid}: {self.end}")
         mapping = self._mappings[number] = _Mapping(on_lost)
+        self._asked_s[number] = trio.current_time()
+        self._control.post(pack(Kind.ATTACH, number, pack_attach(order)))
         is_mapped = False
         try:
             with trio.move_on_after(START_S):
-                await self._send(self._control, pack(Kind.ATTACH, number, pack_attach(order)))
                 await mapping.answered.wait()
             self._check(mapping)
             is_mapped = True
@@ -157,7 +195,7 @@ class Copier:
     def detach(self, number: int) -> None:
         """Have memory unmapped that was or may have been mapped; its copies have ended."""
         if self._mappings.pop(number, None) is not None and not self.end:
-            self._nursery.start_soon(self._send, self._control, pack(Kind.DETACH, number))
+            self._control.post(pack(Kind.DETACH, number))
 
     async def copy(
         self, number: int, order: CopyOrder, is_stopped: Callable[[], bool]
@@ -171,28 +209,23 @@ class Copier:
         """
         if self.end:
             raise EngineLostError(f"GPU {self.uuid}: {self.end}")
+        if is_stopped():
+            return np.zeros(len(order.blocks), np.bool_)
         if not any(one.direction is order.direction for one in self._pending.values()):
             self._heard_s[order.direction] = trio.current_time()
         way = self._ways[order.direction]
         pending = _Pending(order.direction, np.zeros(len(order.blocks), np.bool_))
         self._pending[number] = pending
+        way.post(pack(Kind.COPY, number, pack_copy(order)))
         is_told = False
         with trio.CancelScope(shield=True):
-            await self._send(way, pack(Kind.COPY, number, pack_copy(order)))
             while not pending.ended.is_set():
                 if not is_told and is_stopped():
                     is_told = True
-                    await self._send(way, pack(Kind.STOP, number))
+                    way.post(pack(Kind.STOP, number))
                 with trio.move_on_after(STOP_POLL_S):
                     await pending.ended.wait()
         return pending.arrived
-
-    async def _send(self, channel: "_Channel", frame: bytes) -> None:
-        """Hand an order over; one that comes too late is answered by the copier's end."""
-        try:
-            await channel.send(frame)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            self.kill("it has closed its socket")
 
     # -- its life
 
@@ -201,6 +234,8 @@ class Copier:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch)
+                for channel in (self._control, *self._ways.values()):
+                    nursery.start_soon(channel.write)
                 for direction, way in self._ways.items():
                     nursery.start_soon(way.hear, partial(self._take_report, direction))
                 await self._control.hear(self._take)
@@ -221,6 +256,7 @@ class Copier:
 
     def _take(self, kind: Kind, number: int, body: bytes) -> None:
         if kind in {Kind.MAPPED, Kind.REFUSED}:
+            self._asked_s.pop(number, None)
             mapping = self._mappings.get(number)
             if mapping is not None:  # else nobody waits any more
                 mapping.refusal = body.decode() if kind is Kind.REFUSED else ""
@@ -249,16 +285,27 @@ class Copier:
             now_s = trio.current_time()
             if now_s - due_s > WATCH_S:  # this process was stopped: it could not listen
                 self._heard_s = dict.fromkeys(Direction, now_s)
-            for pending in self._pending.values():
-                silent_s = now_s - self._heard_s[pending.direction]
-                if silent_s > HANG_S:
-                    self.kill(f"it hung in a {pending.direction.name.lower()} for {silent_s:.0f} s")
-                    break
+                self._asked_s = dict.fromkeys(self._asked_s, now_s)
+            problem = self._hang(now_s)
+            if problem:
+                self.kill(problem)
+
+    def _hang(self, now_s: float) -> str:
+        """What it has been silent about for too long, or nothing."""
+        limit_s = HANG_S if self.registered_bytes else max(HANG_S, START_S)
+        for direction in {pending.direction for pending in self._pending.values()}:
+            silent_s = now_s - self._heard_s[direction]
+            if silent_s > limit_s:
+                return f"it hung in a {direction.name.lower()} for {silent_s:.0f} s"
+        silent_s = now_s - min(self._asked_s.values(), default=now_s)
+        return f"it did not map memory within {silent_s:.0f} s" if silent_s > START_S else ""
 
     def kill(self, reason: str) -> None:
         """End it; what it has under way ends with it."""
-        self.end = self.end or reason
-        self._process.send_signal(signal.SIGKILL)
+        if not self.dead.is_set():
+            self.end = self.end or reason
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def _settle(self) -> None:
         """Wait for the death of the process, and tell everyone who counted on it.
@@ -270,13 +317,14 @@ class Copier:
         for channel in (self._control, *self._ways.values()):
             await channel.stream.aclose()  # it ends by itself at this
         with trio.move_on_after(END_S):
-            await self._process_ended()
+            await trio.lowlevel.wait_readable(self._pidfd)
         if self._process.poll() is None:
             self.kill("it did not end when told to")
-            await self._process_ended()
+            await trio.lowlevel.wait_readable(self._pidfd)
         code = self._process.wait()
         self.end = self.end or (f"ended by signal {-code}" if code < 0 else f"ended with {code}")
         self.dead.set()
+        os.close(self._pidfd)
         for pending in self._pending.values():
             pending.ended.set()
         self._pending.clear()
@@ -284,10 +332,3 @@ class Copier:
             if mapping.answered.is_set():
                 mapping.on_lost("the GPU's copier has ended")
             mapping.answered.set()
-
-    async def _process_ended(self) -> None:
-        pidfd = os.pidfd_open(self.pid)
-        try:
-            await trio.lowlevel.wait_readable(pidfd)
-        finally:
-            os.close(pidfd)

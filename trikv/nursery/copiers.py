@@ -10,6 +10,7 @@ know CUDA or what is copied.
 | ended a moment ago | ranks are told to come again later, and later each time |
 """
 
+import contextlib
 import itertools
 import os
 import socket
@@ -25,7 +26,7 @@ import trio
 from numpy.typing import NDArray
 
 from trikv.core.calls import Register
-from trikv.core.errors import BadRequestError, NotReadyError
+from trikv.core.errors import BadRequestError, NotReadyError, OverloadedError
 from trikv.nursery.copier import Copier
 from trikv.nursery.sessions import Attachment
 from trikv.tiers.copies import Copy
@@ -34,6 +35,8 @@ from trikv.tiers.frames import AttachOrder, CopyOrder, Direction, GroupOrder
 log = structlog.get_logger()
 
 BACKOFF_S: Final = (0.0, 1.0, 5.0, 30.0)
+GPUS_MAX: Final = 64
+"""More than a machine has: a caller that makes them up gets no further process."""
 STEADY_S: Final = 60.0
 """A copier that lived for so long has not failed to start: the next one is not held back."""
 
@@ -134,10 +137,13 @@ class Copiers:
         """The GPU's copier, started if there is none.
 
         Raises:
-            NotReadyError: it ended a moment ago.
+            NotReadyError: it ended a moment ago, or cannot be started now.
+            OverloadedError: too many GPUs.
         """
         copier = self.by_gpu.get(uuid)
         if copier is None:
+            if uuid not in self._ends and len(self._ends | self.by_gpu) >= GPUS_MAX:
+                raise OverloadedError(f"{GPUS_MAX} GPUs have been named to this daemon")
             count, ended_s = self._ends.get(uuid, (0, 0.0))
             until_s = ended_s + BACKOFF_S[min(count, len(BACKOFF_S) - 1)]
             wait_s = until_s - trio.current_time()
@@ -150,18 +156,33 @@ class Copiers:
         return copier
 
     def _start(self, uuid: str) -> Copier:
-        """Start a process; on this thread, which lives as long as the daemon: it dies with it."""
+        """Start a process; on this thread, which lives as long as the daemon: it dies with it.
+
+        Raises:
+            NotReadyError: this machine has no room for another process or descriptor.
+        """
         assert self._nursery is not None
-        pairs = [socket.socketpair() for _ in range(1 + len(Direction))]
-        theirs = [pair[1].fileno() for pair in pairs]
-        process = subprocess.Popen(
-            self.command(uuid, self.pool, theirs),
-            pass_fds=(self.pool.fd, *theirs),
-            stdin=subprocess.DEVNULL,
-        )
+        try:
+            with contextlib.ExitStack() as undo:
+                pairs = []
+                for _ in range(1 + len(Direction)):
+                    pairs.append(socket.socketpair())
+                    for end in pairs[-1]:
+                        undo.callback(end.close)
+                theirs = [pair[1].fileno() for pair in pairs]
+                process = subprocess.Popen(
+                    self.command(uuid, self.pool, theirs),
+                    pass_fds=(self.pool.fd, *theirs),
+                    stdin=subprocess.DEVNULL,
+                )
+                undo.callback(process.wait)
+                undo.callback(process.kill)
+                copier = Copier(uuid, process, [our for our, _ in pairs])
+                undo.pop_all()
+        except OSError as error:
+            raise NotReadyError(f"GPU {uuid}: no copier could be started: {error}") from None
         for _, their in pairs:
             their.close()
-        copier = Copier(uuid, process, [our for our, _ in pairs], self._nursery)
         self._nursery.start_soon(self._keep, copier)
         return copier
 

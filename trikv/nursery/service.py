@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from trikv.core.calls import Answer, Declare, Load, Named, Query, Register, Save, Saved
 from trikv.core.errors import BadRequestError, ForbiddenError, KvError
-from trikv.core.layout import GroupLayout
+from trikv.core.layout import GroupLayout, Place
 from trikv.core.words import InstanceName, Offsets, RequestId
 from trikv.nursery.copying import Copying, Job, Memory
 from trikv.nursery.sessions import Session, Sessions
-from trikv.nursery.store import Store
+from trikv.nursery.store import Store, layouts_of
 from trikv.tiers.copies import Copy, Process
 
 DIGEST_CALLS = 1  # at most some 5 ms, mostly below 1
@@ -55,15 +55,18 @@ class Service:
             raise ForbiddenError("process memory can be registered over the unix socket only")
         await self.sessions.supersede(session, call.instance, call.rank)
         self.sessions.use(session)
-        if call.rank in session.attachments:
-            raise BadRequestError(f"rank {call.rank} is registered: open another session")
+        _check_first(session, call)
+        groups = layouts_of(call)  # before a copier sees a number of it
         attachment = await self.memory.attach(
             call, lambda reason: self.sessions.close(session, reason)
         )
         try:
             self.sessions.use(session)
-            number = attachment.number if attachment is not None else None
-            named = self.store.register(session.id, call, number)
+            _check_first(session, call)  # two calls of a session may have waited side by side
+            if attachment is not None:
+                for at, group in enumerate(groups):
+                    group.place = Place(attachment.number, at)
+            named = self.store.register(session.id, call, groups)
         except KvError:
             if attachment is not None:
                 self.memory.detach(attachment)
@@ -171,6 +174,12 @@ class Service:
         job = Job(session, copy, len(blocks), complete, fence, stop_s)
         copying.start(job)
         return job
+
+
+def _check_first(session: Session, call: Register) -> None:
+    """A rank whose memory is mapped has said where its blocks lie."""
+    if call.rank in session.attachments:
+        raise BadRequestError(f"rank {call.rank} is registered: open another session")
 
 
 def _check_event(session: Session, call: Save | Load) -> None:

@@ -17,7 +17,7 @@ from trikv.core.calls import Declare, Load, Named, Query, Register, Save
 from trikv.core.engines import Engines, Instance
 from trikv.core.errors import BadRequestError, KvError, LeaseLostError
 from trikv.core.insight import Insight
-from trikv.core.layout import GroupLayout, Place
+from trikv.core.layout import GroupLayout
 from trikv.core.namespace import NAMESPACES_MAX, Namespace
 from trikv.core.plans import Hit, Key, LoadPlan, SavePlan
 from trikv.core.windows import Windows, salt_of
@@ -25,6 +25,17 @@ from trikv.core.words import InstanceName, RequestId, SessionId, SpaceId, Words
 from trikv.nursery.recording import Recorder
 
 ANSWERED_MAX: Final = 64  # queries that wait to be counted
+
+
+def layouts_of(call: Register) -> tuple[GroupLayout, ...]:
+    """A registration, checked; before anybody acts on it.
+
+    Raises:
+        BadRequestError: pieces that leave their memory, overlap, or have no bytes.
+    """
+    return tuple(
+        GroupLayout(call.ranges, one.pieces, one.block_count, one.layout) for one in call.groups
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +68,20 @@ class Store:
             self._release_if_silent(call.instance)
             raise
 
-    def register(self, session: SessionId, call: Register, attachment: int | None = None) -> Named:
+    def register(
+        self, session: SessionId, call: Register, groups: tuple[GroupLayout, ...]
+    ) -> Named:
         """A rank says where its blocks lie.
 
         Args:
             session: who says so.
             call: where.
-            attachment: number under which its memory is mapped; None: it is the process's own.
+            groups: what `layouts_of` has made of it, with their places.
 
         Raises:
             KvError: refused; the session has said nothing.
         """
         self._make_room_for_namespace()
-        groups = tuple(
-            GroupLayout(
-                call.ranges,
-                one.pieces,
-                one.block_count,
-                one.layout,
-                None if attachment is None else Place(attachment, at),
-            )
-            for at, one in enumerate(call.groups)
-        )
         try:
             instance = self.engines.register(session, call.instance, call.rank, groups)
             return self._named(session, instance, tuple(group.page_bytes for group in groups))
