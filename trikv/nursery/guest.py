@@ -79,6 +79,8 @@ class Host:
         if self._watched >= 0:
             self._loop.remove_reader(self._watched)
             self._watched = -1
+        if THREADED is not None:
+            TRIO.start_thread_soon = THREADED
 
     def _turn(self) -> None:
         self._is_turning = True
@@ -103,8 +105,8 @@ class Host:
     ) -> None:
         """Call `poll`, which blocks, when it would not, and hand its result to `deliver`."""
         cells: Any = getattr(poll, "__closure__", None) or ()
-        names: Any = getattr(poll, "__code__", None)
-        known = {n: c.cell_contents for n, c in zip(names.co_freevars, cells, strict=True)}
+        names: Any = getattr(getattr(poll, "__code__", None), "co_freevars", ())
+        known = {n: c.cell_contents for n, c in zip(names, cells, strict=True)}
         manager: Any = getattr(getattr(known.get("self"), "runner", None), "io_manager", None)
         descriptor = getattr(getattr(manager, "_epoll", None), "fileno", lambda: -1)()
         if descriptor < 0 or "timeout" not in known or threading.get_ident() != self._owner:

@@ -1,0 +1,119 @@
+"""Trio as asyncio's guest: without Trio's thread, and with it where Trio is not as we know it."""
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import outcome
+import pytest
+import trio
+import trio.lowlevel
+
+from trikv.nursery import guest
+from trikv.nursery.guest import TURNS_MAX, Guest, Host
+
+
+def in_guest(work: Callable[[Guest], Any]) -> Any:
+    """Run `work` on asyncio beside a Trio run that takes calls until it returns."""
+
+    async def main() -> Any:
+        closing, here = trio.Event(), Guest()
+
+        async def run_trio(open_calls: Callable[[trio.Nursery], None]) -> None:
+            async with trio.open_nursery() as calls:
+                open_calls(calls)
+                await closing.wait()
+
+        await here.start(run_trio)
+        try:
+            async with asyncio.timeout(20):
+                return await work(here)
+        finally:
+            here.close_calls()
+            closing.set()
+            (await here.ended).unwrap()
+
+    return asyncio.run(main())
+
+
+def threads() -> set[str]:
+    return {one.name for one in threading.enumerate() if "Trio" in one.name}
+
+
+async def _all_kinds_of_waits(here: Guest) -> str:
+    async def nap(seconds: float) -> float:
+        await trio.sleep(seconds)
+        return seconds
+
+    async def by_thread() -> int:
+        return await trio.to_thread.run_sync(lambda: 5)
+
+    async def by_socket() -> bytes:
+        one, two = trio.socket.socketpair()
+        with one, two:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(one.send, b"x")
+                return await two.recv(1)
+
+    assert await here.run(nap, 0) == 0
+    assert await here.run(nap, 0.05) == 0.05
+    assert await here.run(by_thread) == 5
+    assert await here.run(by_socket) == b"x"
+    naps = [here.run(nap, 0.001 * at) for at in range(5 * TURNS_MAX)]
+    assert len(await asyncio.gather(*naps)) == 5 * TURNS_MAX
+    cancelled = asyncio.ensure_future(here.run(nap, 100))
+    await asyncio.sleep(0.01)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    return "all"
+
+
+def test_all_kinds_of_waits_end() -> None:
+    assert in_guest(_all_kinds_of_waits) == "all"
+    assert guest.TRIO.start_thread_soon is guest.THREADED
+
+
+def test_they_end_where_trio_has_no_such_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guest, "THREADED", None)
+    assert in_guest(_all_kinds_of_waits) == "all"
+
+
+def test_they_end_where_trio_waits_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function is asked with a callable that is not the one we know: the thread stays."""
+    real = Host._wait
+
+    def changed(self: Host, poll: Callable[[], Any], deliver: Any, *rest: Any) -> None:
+        real(self, functools.partial(poll), deliver, *rest)
+
+    monkeypatch.setattr(Host, "_wait", changed)
+    assert in_guest(_all_kinds_of_waits) == "all"
+
+
+def test_they_end_where_trio_s_names_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Host._wait
+
+    def changed(self: Host, poll: Callable[[], Any], deliver: Any, *rest: Any) -> None:
+        def look() -> Any:
+            return poll()
+
+        real(self, look, deliver, *rest)
+
+    monkeypatch.setattr(Host, "_wait", changed)
+    assert in_guest(_all_kinds_of_waits) == "all"
+
+
+def test_what_the_main_task_raises_reaches_the_host() -> None:
+    async def main() -> None:
+        async def run_trio(open_calls: Callable[[trio.Nursery], None]) -> None:
+            del open_calls
+            await trio.lowlevel.checkpoint()
+            raise KeyError("why")
+
+        await Guest().start(run_trio)
+
+    with pytest.raises(KeyError, match="why"):
+        asyncio.run(main())
+    assert outcome.capture(lambda: guest.TRIO.start_thread_soon).unwrap() is guest.THREADED
