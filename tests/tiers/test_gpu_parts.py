@@ -133,14 +133,15 @@ def test_events_are_recorded_in_turns() -> None:
         def __init__(self, number: int) -> None:
             self.number, self.count = number, 0
 
-        def record(self) -> None:
+        def record(self, stream: str) -> None:
+            assert stream == "the engine's"
             self.count += 1
 
         def ipc_handle(self) -> bytes:
             return bytes([self.number]) * 64
 
     made = [Event(at) for at in range(3)]
-    events = cuda.StepEvents(made)
+    events = cuda.StepEvents(made, lambda: "the engine's")
     assert [events.record() for _ in range(7)] == [1, 2, 3, 1, 2, 3, 1]
     assert [one.count for one in made] == [3, 2, 2]
     assert events.handles == [bytes([at]) * 64 for at in range(3)]

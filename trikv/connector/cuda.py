@@ -6,7 +6,8 @@ need not have more. This file does not know layers or blocks.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -126,8 +127,15 @@ def export(plan: Plan, driver: Driver) -> Export:
 class StepEvents:
     """Events that the engine records after its work, for copies to wait for, in turns."""
 
-    def __init__(self, events: Sequence[Any]) -> None:
+    def __init__(self, events: Sequence[Any], stream: Callable[[], Any]) -> None:
+        """Take charge of events.
+
+        Args:
+            events: of the GPU that the tensors are on.
+            stream: gives the stream that the engine computes in there, whatever GPU is current.
+        """
         self._events = events
+        self._stream = stream
         self._next = 0
 
     @property
@@ -136,15 +144,24 @@ class StepEvents:
         return [bytes(event.ipc_handle()) for event in self._events]
 
     def record(self) -> int:
-        """Note what the current stream holds now; returns the event's number, from 1."""
+        """Note what the engine's stream holds now; returns the event's number, from 1."""
         at = self._next
         self._next = (at + 1) % len(self._events)
-        self._events[at].record()
+        self._events[at].record(self._stream())
         return at + 1
 
 
-def step_events(count: int = EVENT_COUNT) -> StepEvents:
-    """Events of the current device that other processes can wait for."""
-    from torch.cuda import Event  # noqa: PLC0415  # an engine without a GPU may have no CUDA torch
+def on_device(name: str) -> AbstractContextManager[Any]:
+    """Make a device ("cuda:1") the current one for a while: drivers and events ask for no other."""
+    from torch.cuda import device  # noqa: PLC0415  # an engine without a GPU may have no CUDA torch
 
-    return StepEvents([Event(enable_timing=False, interprocess=True) for _ in range(count)])
+    made_current: AbstractContextManager[Any] = device(name)
+    return made_current
+
+
+def step_events(name: str, count: int = EVENT_COUNT) -> StepEvents:
+    """Events that other processes can wait for, of a device that is current now."""
+    from torch.cuda import Event, current_stream  # noqa: PLC0415  # as above
+
+    events = [Event(enable_timing=False, interprocess=True) for _ in range(count)]
+    return StepEvents(events, lambda: current_stream(name))

@@ -132,9 +132,11 @@ class WorkerHalf:
             return process_memory(plan, block_count)
         if kinds != {"cuda"} or len(devices) > 1:
             raise layouts.LayoutError(f"KV memory on {', '.join(sorted(devices))} is not supported")
-        exported = cuda.export(plan, cuda.Driver())
-        self._events = cuda.step_events()
-        return gpu_memory(plan, block_count, exported, self._events)
+        (device,), driver = devices, cuda.Driver()
+        with cuda.on_device(device):
+            exported = cuda.export(plan, driver)
+            self._events = cuda.step_events(device)
+            return gpu_memory(plan, block_count, exported, self._events)
 
     # -- starting --------------------------------------------------------------------------------
 
