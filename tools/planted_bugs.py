@@ -93,6 +93,18 @@ BUGS: Final = (
         "while self._fills and self._fills[0][0] <= now_s:",
         "while False:",
     ),
+    (
+        "a session ends under its copies",
+        "nursery/sessions.py",
+        "        if session.copies == 0:\n            self._finish(session)\n\n    def copy_ended",
+        "        self._finish(session)\n\n    def copy_ended",
+    ),
+    (
+        "a session's end does not unmap",
+        "nursery/sessions.py",
+        "            self.detach(attachment)\n",
+        "            pass\n",
+    ),
 )
 
 LOOK = """
@@ -101,7 +113,7 @@ structlog.configure(processors=[lambda *_: (_ for _ in ()).throw(structlog.DropE
 from tests.sim.test_world import live
 from tests.sim.world import Faults
 seed = int(sys.argv[1])
-faults = Faults(0.01, 0.01, 0.05, 0.1, 0.05, 0.3, 0.05, 0.3)
+faults = Faults(0.01, 0.01, 0.05, 0.1, 0.05, 0.3, 0.05, 0.3, 0.1, 0.01)
 try:
     report = live(seed, faults)
 except BaseException as error:
@@ -113,6 +125,8 @@ else:
     left = {name: count for name, count in report.left.items() if count}
     if report.loads_wrong:
         print(f"{report.loads_wrong} loads with wrong bytes")
+    elif report.late_writes:
+        print(f"{report.late_writes} blocks written after they had failed")
     elif left:
         print(f"left behind: {left}")
 """

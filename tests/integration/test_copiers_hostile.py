@@ -19,7 +19,12 @@ from tests.integration.fake_gpu_daemon import (
     running,
     until,
 )
-from trikv.core.errors import BadRequestError, NotReadyError, OverloadedError
+from trikv.core.errors import (
+    BadRequestError,
+    NotReadyError,
+    OverloadedError,
+    ShuttingDownError,
+)
 from trikv.core.layout import Piece
 from trikv.nursery import copier as copier_module
 from trikv.nursery import copiers as copiers_module
@@ -108,6 +113,31 @@ async def test_a_rank_that_registers_twice_at_once_is_mapped_once(gpu: Gpu) -> N
         daemon.service.sessions.close(session, "test")
         inode = str(os.fstat(rank.fd).st_ino)
         await until(lambda: inode not in maps(pid), 2.0)
+
+
+async def test_a_session_that_ends_while_its_memory_is_mapped_leaves_nothing(gpu: Gpu) -> None:
+    async with running(gpu) as daemon:
+        (pid,) = await Rank(daemon, "good").attach()
+        os.kill(pid, signal.SIGSTOP)
+        late = Rank(daemon, "late")
+        refused: list[str] = []
+
+        async def register() -> None:
+            try:
+                await late.attach()
+            except ShuttingDownError as error:
+                refused.append(str(error))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(register)
+            await trio.sleep(0.1)
+            daemon.service.sessions.close(late.session, "test")
+            os.kill(pid, signal.SIGCONT)
+        assert len(refused) == 1
+        assert "late" not in daemon.service.store.engines.by_name
+        inode = str(os.fstat(late.fd).st_ino)
+        await until(lambda: inode not in maps(pid), 2.0)
+        assert len(copier(daemon)._mappings) == 1
 
 
 async def test_no_room_for_a_copier_is_told_and_costs_nothing_else(

@@ -5,6 +5,7 @@ checked, whoever saved it.
 """
 
 import hashlib
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ import trio
 from numpy.typing import NDArray
 
 from trikv.core.calls import Register
-from trikv.core.errors import EngineLostError
+from trikv.core.errors import EngineLostError, NotReadyError
 from trikv.nursery.sessions import Attachment
 from trikv.tiers.copies import Copy, Process
+
+GPU_BASE = 1 << 40  # where a rank's GPU memory begins, as it is registered
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class Faults:
     preempt_p: float = 0.0  # blocks are overwritten while their save runs, fence raised
     rank_lazy_p: float = 0.0  # a rank does not save, or does not load
     abandon_p: float = 0.0  # a request ends without release
+    copier_death_p: float = 0.0  # a copy during which the GPU's copier begins to die
+    copier_hang_p: float = 0.0  # a copy during which it stands still, until it is killed
 
 
 class FakeProcess:
@@ -62,7 +67,11 @@ class FakeMemory:
         self.rng = rng
         self.faults = faults
 
+        self.copiers = FakeCopiers(rng, faults)
+
     async def copy(self, transfer: Copy, is_stopped: Callable[[], bool]) -> NDArray[np.bool_]:
+        if transfer.layout.place is not None:
+            return await self.copiers.copy(transfer, self.pool, is_stopped)
         arrived = np.zeros(len(transfer.blocks), np.bool_)
         process = transfer.process
         assert isinstance(process, FakeProcess)
@@ -78,28 +87,120 @@ class FakeMemory:
                 raise EngineLostError("gone")
             if self.rng.random() < self.faults.copy_fail_p:
                 break
-            at = page
-            for address, size in zip(
-                pieces[block].tolist(), transfer.layout.length.tolist(), strict=True
-            ):
-                inside, outside = self.pool[at : at + size], process.view(address, size)
-                target, source = (outside, inside) if transfer.into_engine else (inside, outside)
-                target[:] = source
-                at += size
-                if not transfer.into_engine:
-                    await trio.sleep(pause_s / 4)  # a save can be torn by an overwrite
+            await move(transfer, pieces[block].tolist(), self.pool, page, pause_s / 4)
             arrived[block] = True
         return arrived
 
-    async def attach(self, call: Register, on_lost: Callable[[str], None]) -> None:
-        """Process memory: nothing is mapped."""
+    async def attach(self, call: Register, on_lost: Callable[[str], None]) -> Attachment | None:
+        return None if call.gpu is None else await self.copiers.attach(on_lost)
 
     def detach(self, attachment: Attachment) -> None:
-        raise AssertionError("nothing was attached")
+        self.copiers.detach(attachment)
 
     async def read_word(self, process: Process, address: int) -> int | None:
         assert isinstance(process, FakeProcess)
         return int(process.view(address, 8).view(np.uint64)[0]) if process.alive else None
+
+
+async def move(
+    transfer: Copy, addresses: list[int], pool: NDArray[np.uint8], page: int, pause_s: float
+) -> None:
+    """One block; a save can be torn by an overwrite."""
+    process = transfer.process
+    assert isinstance(process, FakeProcess)
+    for address, size in zip(addresses, transfer.layout.length.tolist(), strict=True):
+        inside, outside = pool[page : page + size], process.view(address, size)
+        target, source = (outside, inside) if transfer.into_engine else (inside, outside)
+        target[:] = source
+        page += size
+        if not transfer.into_engine:
+            await trio.sleep(pause_s)
+
+
+class FakeCopiers:
+    """One GPU's copier after the other: it maps late, hangs, and goes on moving while it dies.
+
+    Its promise is the real one's: a copy ends, and its ranks are told, when it is dead.
+    """
+
+    def __init__(self, rng: random.Random, faults: Faults) -> None:
+        self.rng, self.faults = rng, faults
+        self.nursery: trio.Nursery
+        self.mapped: dict[int, Callable[[str], None]] = {}
+        self.copies: dict[int, int] = {}  # by attachment, until it is detached
+        self.is_dying = False
+        self.under_way: list[trio.CancelScope] = []
+        self.back_s = 0.0
+        self.deaths = 0
+        self._numbers = itertools.count(1)
+
+    async def attach(self, on_lost: Callable[[str], None]) -> Attachment:
+        if self.is_dying or trio.current_time() < self.back_s:
+            raise NotReadyError("the copier has ended")
+        deaths = self.deaths
+        await trio.sleep(self.rng.expovariate(1 / self.faults.copy_s_mean) * 10)
+        if self.deaths > deaths:
+            raise NotReadyError("the copier has ended")
+        number = next(self._numbers)
+        self.mapped[number], self.copies[number] = on_lost, 0
+        return Attachment(number, 0, 1)
+
+    def detach(self, attachment: Attachment) -> None:
+        assert self.copies.pop(attachment.number) == 0, "unmapped under a copy"
+        self.mapped.pop(attachment.number, None)
+
+    async def copy(
+        self, transfer: Copy, pool: NDArray[np.uint8], is_stopped: Callable[[], bool]
+    ) -> NDArray[np.bool_]:
+        assert transfer.layout.place is not None
+        number = transfer.layout.place.attachment
+        assert number in self.copies, "a copy of memory that is not mapped"
+        if number not in self.mapped:
+            raise EngineLostError("the copier has ended")
+        self.copies[number] += 1
+        try:
+            with trio.CancelScope() as scope:
+                self.under_way.append(scope)
+                return await self._move(transfer, pool, is_stopped)
+            return np.zeros(len(transfer.blocks), np.bool_)
+        finally:
+            self.under_way.remove(scope)
+            self.copies[number] -= 1
+
+    async def _move(
+        self, transfer: Copy, pool: NDArray[np.uint8], is_stopped: Callable[[], bool]
+    ) -> NDArray[np.bool_]:
+        process, faults = transfer.process, self.faults
+        assert isinstance(process, FakeProcess)
+        arrived = np.zeros(len(transfer.blocks), np.bool_)
+        if self.rng.random() < faults.copier_death_p:
+            self.nursery.start_soon(self.die, self.rng.random() * 3)
+        pieces = transfer.layout.addresses(transfer.blocks) - np.uint64(GPU_BASE - process.base)
+        for block, page in enumerate(transfer.offsets.tolist()):
+            pause_s = self.rng.expovariate(1 / faults.copy_s_mean)
+            if self.rng.random() < faults.copier_hang_p:
+                self.nursery.start_soon(self.die, 10.0)
+                pause_s = 11.0
+            if is_stopped():
+                break
+            await trio.sleep(pause_s)  # a chunk that has begun is not stopped
+            await move(transfer, pieces[block].tolist(), pool, page, pause_s / 4)
+            arrived[block] = True
+        return arrived
+
+    async def die(self, after_s: float) -> None:
+        if self.is_dying:
+            return
+        self.is_dying = True
+        await trio.sleep(after_s)
+        self.is_dying = False
+        self.deaths += 1
+        self.back_s = trio.current_time() + 1
+        for scope in self.under_way:
+            scope.cancel()
+        mapped, self.mapped = self.mapped, {}
+        for on_lost in mapped.values():
+            on_lost("the copier has ended")
 
 
 def content(model: str, rank: int, block_hash: bytes, size: int) -> NDArray[np.uint8]:

@@ -23,6 +23,8 @@ FAULTS = st.builds(
     preempt_p=st.sampled_from([0.0, 0.3]),
     rank_lazy_p=st.sampled_from([0.0, 0.05]),
     abandon_p=st.sampled_from([0.0, 0.3]),
+    copier_death_p=st.sampled_from([0.0, 0.1]),
+    copier_hang_p=st.sampled_from([0.0, 0.01]),
 )
 # `quiet` is the same for all examples of a test.
 QUIET = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -48,6 +50,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_may_lose_never_lies(seed: int, faults: Faults) -> None:
     report = live(seed, faults)
     assert report.loads_wrong == 0
+    assert report.late_writes == 0
     assert all(count == 0 for count in report.left.values()), report.left
 
 

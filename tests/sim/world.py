@@ -14,11 +14,11 @@ import numpy as np
 import trio
 from numpy.typing import NDArray
 
-from tests.sim.fakes import FakeMemory, FakeProcess, Faults, content
+from tests.sim.fakes import GPU_BASE, FakeMemory, FakeProcess, Faults, content
 from trikv.core.cache import Cache
-from trikv.core.calls import Declare, GroupPieces, Load, Query, Register, Save
+from trikv.core.calls import Declare, GpuMemory, GroupPieces, Load, Query, Register, Save
 from trikv.core.engines import Engines
-from trikv.core.errors import EngineLostError, KvError
+from trikv.core.errors import EngineLostError, KvError, NotReadyError
 from trikv.core.layout import Piece, Range
 from trikv.core.plans import Limits
 from trikv.core.windows import Windows
@@ -45,6 +45,8 @@ class Report:
     blocks_failed: int = 0
     errors: dict[str, int] = field(default_factory=dict)
     deaths: int = 0
+    registered_again: int = 0
+    late_writes: int = 0
     trace: list[tuple[float, str]] = field(default_factory=list)
     left: dict[str, int] = field(default_factory=dict)
 
@@ -59,6 +61,7 @@ class FakeEngine:
         self.ranks = ranks
         self.pieces = pieces
         self.block_count = 48
+        self.is_on_gpu = world.rng.random() < 0.5
         self.generation = 0
         self.requests = 0
 
@@ -74,6 +77,7 @@ class FakeEngine:
                 self.world.note(error.code)
                 if self.session().is_closing:
                     await self.attach()
+            await self.register_again()
             if rng.random() < faults.silence_p:
                 await trio.sleep(30)
                 await self.attach()
@@ -101,25 +105,44 @@ class FakeEngine:
         self.processes = [FakeProcess(self.world.next_pid(), arena) for _ in range(self.ranks + 1)]
         self.sessions = [service.hello(process, "fake") for process in self.processes]
         self.live_tasks = trio.CancelScope()
-        self.world.nursery.start_soon(self.beat, self.live_tasks, list(self.sessions))
-        pieces = tuple(
-            Piece(0, layer * layer_bytes, PIECE_BYTES, PIECE_BYTES) for layer in range(self.pieces)
-        )
+        self.world.nursery.start_soon(self.beat, self.live_tasks, self.sessions)
         fields = (("model", self.model), ("m", self.model))
         await service.declare(self.sessions[-1], Declare(self.name, self.ranks, fields))
         for rank in range(self.ranks):
-            base = self.processes[rank].base
-            await service.register(
-                self.sessions[rank],
-                Register(
-                    self.name,
-                    rank,
-                    (Range(base, arena),),
-                    (GroupPieces(self.block_count, pieces, "bytes"),),
-                    base + self.pieces * layer_bytes,
-                    FENCES,
-                ),
-            )
+            await self.register(rank)
+
+    async def register(self, rank: int) -> None:
+        """Offer a rank's memory, again while its GPU's copier is away."""
+        layer_bytes, process = self.block_count * PIECE_BYTES, self.processes[rank]
+        pieces = tuple(
+            Piece(0, layer * layer_bytes, PIECE_BYTES, PIECE_BYTES) for layer in range(self.pieces)
+        )
+        gpu = GpuMemory(bytes(16), (bytes(64),), ()) if self.is_on_gpu else None
+        call = Register(
+            self.name,
+            rank,
+            (Range(GPU_BASE if gpu is not None else process.base, len(process.arena)),),
+            (GroupPieces(self.block_count, pieces, "bytes"),),
+            process.base + self.pieces * layer_bytes,
+            FENCES,
+            gpu,
+        )
+        for _ in range(60):
+            try:
+                await self.world.service.register(self.sessions[rank], call)
+            except NotReadyError:
+                await trio.sleep(0.5)
+            else:
+                return
+
+    async def register_again(self) -> None:
+        """Ranks whose session has ended, their process being alive: its GPU's copier died."""
+        for rank, process in enumerate(self.processes[:-1]):
+            if self.sessions[rank].is_closing and process.alive:
+                self.sessions[rank] = self.world.service.hello(process, "fake")
+                with suppress(KvError):
+                    await self.register(rank)
+                    self.world.report.registered_again += 1
 
     async def beat(self, scope: trio.CancelScope, sessions: list[Session]) -> None:
         with scope:
@@ -188,10 +211,27 @@ class FakeEngine:
                 expected = content(self.model, rank, hashes[first + at], self.page_bytes)
                 if not np.array_equal(self.read(rank, wanted[at]), expected):
                     world.report.loads_wrong += 1
-        # The engine must be able to reuse failed blocks at once: a late write would be seen later.
+        await self.reuse(wanted, results)
         prefix = int(np.argmin(good)) if not good.all() else len(good)
         world.report.blocks_loaded += prefix
         return first + prefix if first == 0 else 0
+
+    async def reuse(
+        self, blocks: NDArray[np.int32], results: list[NDArray[np.int32] | None]
+    ) -> None:
+        """The engine may use blocks that did not arrive at once: nothing is written there later."""
+        failed = [
+            (rank, block)
+            for rank, which in enumerate(results)
+            for block in (blocks if which is None else blocks[which])
+        ]
+        marker = np.full(self.page_bytes, MARKER, np.uint8)
+        for rank, block in failed:
+            self.write(rank, block, marker)
+        if failed:
+            await trio.sleep(self.world.rng.random())
+        for rank, block in failed:
+            self.world.report.late_writes += not np.array_equal(self.read(rank, block), marker)
 
     async def save(
         self, request: RequestId, first: int, words: NDArray[np.uint64], blocks: NDArray[np.int32]
@@ -294,7 +334,7 @@ class World:
 
     async def run(self, *, engines: int, requests: int) -> Report:
         async with trio.open_nursery() as back:
-            self.nursery = back
+            self.nursery = self.memory.copiers.nursery = back
             await back.start(self.sessions.run)
             await back.start(self.saving.run)
             await back.start(self.loading.run)
@@ -325,6 +365,7 @@ class World:
             "transfers": len(self.cache.transfers),
             "sessions": len(self.sessions.open_sessions),
             "instances": len(self.service.store.engines.by_name),
+            "attachments": len(self.memory.copiers.copies),
             "filling_bytes": self.cache.filling_bytes,
             "not_evictable": blocks.counts[1] + blocks.counts[2],
         }
