@@ -138,6 +138,47 @@ def test_a_save_comes_after_the_engine_s_work(daemon: RunningDaemon) -> None:
         assert all(bool((one[32:] == 2).all()) for one in tensors.values())
 
 
+def test_each_record_of_an_event_counts_not_only_its_first(daemon: RunningDaemon) -> None:
+    """More saves than there are events, each behind a kernel of its own."""
+    rounds = cuda.EVENT_COUNT + 8
+    tensors = tensors_of(2 * rounds)
+    for one in tensors.values():
+        one.zero_()
+    with gpu_engine(daemon.address, tensors, 2 * rounds) as engine:
+        a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+        torch.cuda.synchronize()
+        for at in range(rounds):
+            for _ in range(8):
+                a @ a
+            for one in tensors.values():
+                one[at] = at + 1
+            engine.save(f"again {at}", [at])
+        for at in range(rounds):
+            engine.load(f"again {at}", [rounds + at])
+            assert all(bool((one[rounds + at] == at + 1).all()) for one in tensors.values())
+
+
+def test_an_engine_that_dies_before_its_event_costs_only_its_saves(
+    daemon: RunningDaemon, start: Start
+) -> None:
+    tensors = tensors_of(8)
+    with gpu_engine(daemon.address, tensors, 8, model="other") as engine:
+        engine.save("stays", [0, 1])
+        command = [sys.executable, "-m", "tests.gpu.engine_process", daemon.address, "64", "hang"]
+        child = start(command, stdout=subprocess.PIPE, cwd=Path(__file__).resolve().parents[2])
+        assert child.stdout is not None
+        assert child.stdout.readline() == "saving\n"
+        time.sleep(0.3)
+        copier = status(daemon)["copiers"][0]["pid"]
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        time.sleep(1.0)
+        facts = status(daemon)["copiers"][0]
+        assert (facts["pid"], facts["state"]) == (copier, "")
+        engine.load("stays", [4, 5])
+        assert engine.equal([0, 1], [4, 5])
+
+
 def test_preempted_blocks_are_not_believed(daemon: RunningDaemon) -> None:
     """The save is held by a kernel; its request is preempted, its blocks are written anew."""
     tensors = tensors_of(64)

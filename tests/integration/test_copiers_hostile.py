@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import trio
@@ -158,6 +159,20 @@ async def test_no_room_for_a_copier_is_told_and_costs_nothing_else(
         monkeypatch.setattr(copiers_module, "GPUS_MAX", 0)
         with pytest.raises(OverloadedError):
             await Rank(daemon).attach()
+
+
+async def test_a_copier_is_of_the_daemon_s_own_version(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not of one that lies in the folder where the daemon was started."""
+    (tmp_path / "trikv").mkdir()
+    (tmp_path / "trikv" / "__init__.py").write_text("raise SystemExit(93)")
+    monkeypatch.chdir(tmp_path)
+    async with running(gpu) as daemon:
+        daemon.facts.copiers.command = copiers_module.gpu_command
+        with pytest.raises(NotReadyError) as caught:  # there is no such GPU
+            await Rank(daemon).attach()
+        assert "93" not in str(caught.value)
 
 
 async def test_a_load_whose_time_is_over_is_not_begun(gpu: Gpu) -> None:

@@ -66,7 +66,8 @@ def gpu_command(uuid: str, pool: PoolPlace, sockets: Sequence[int]) -> list[str]
         "parent": os.getpid(),
     }
     flags = [f"--{name}={value}" for name, value in named.items()]
-    return [sys.executable, "-m", "trikv.tiers.device", *flags, "--sockets", *map(str, sockets)]
+    program = [sys.executable, "-P", "-m", "trikv.tiers.device"]
+    return [*program, *flags, "--sockets", *map(str, sockets)]
 
 
 @dataclass(slots=True)
@@ -158,6 +159,9 @@ class Copiers:
     def _start(self, uuid: str) -> Copier:
         """Start a process; on this thread, which lives as long as the daemon: it dies with it.
 
+        It finds the modules that this process has, and none in the current folder: the two speak
+        no protocol that has versions.
+
         Raises:
             NotReadyError: this machine has no room for another process or descriptor.
         """
@@ -172,6 +176,7 @@ class Copiers:
                 theirs = [pair[1].fileno() for pair in pairs]
                 process = subprocess.Popen(
                     self.command(uuid, self.pool, theirs),
+                    env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
                     pass_fds=(self.pool.fd, *theirs),
                     stdin=subprocess.DEVNULL,
                 )
