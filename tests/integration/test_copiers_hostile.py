@@ -69,7 +69,8 @@ async def test_a_copier_that_does_not_map_memory_is_replaced(
 ) -> None:
     async with running(gpu) as daemon:
         (pid,) = await Rank(daemon, "good").attach()
-        monkeypatch.setattr(copier_module, "START_S", 1.0)
+        monkeypatch.setattr(copier_module, "START_S", 0.5)
+        monkeypatch.setattr(copier_module, "MAP_S", 1.0)
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(NotReadyError):
             await Rank(daemon, "bad").attach()

@@ -7,7 +7,7 @@ file does not know CUDA, nor when a copier is started or replaced.
 | --- | --- | --- |
 | for `HANG_S` | it has copies to do | killed |
 | for `START_S` | the same, but the pool is being registered: a chunk waits for its slabs | killed |
-| for `START_S` | memory is to be mapped, its own start included | killed |
+| for `MAP_S` | memory is to be mapped, its own start included | killed |
 """
 
 import contextlib
@@ -45,6 +45,8 @@ log = structlog.get_logger()
 HANG_S: Final = 10.0
 WATCH_S: Final = 0.5
 START_S: Final = 60.0
+MAP_S: Final = 120.0
+"""Longer than who asks waits: a GPU that opens slowly is asked again, not killed and begun anew."""
 STOP_POLL_S: Final = 0.02
 END_S: Final = 5.0
 READ_BYTES: Final = 1 << 16
@@ -298,7 +300,7 @@ class Copier:
             if silent_s > limit_s:
                 return f"it hung in a {direction.name.lower()} for {silent_s:.0f} s"
         silent_s = now_s - min(self._asked_s.values(), default=now_s)
-        return f"it did not map memory within {silent_s:.0f} s" if silent_s > START_S else ""
+        return f"it did not map memory within {silent_s:.0f} s" if silent_s > MAP_S else ""
 
     def kill(self, reason: str) -> None:
         """End it; what it has under way ends with it."""
