@@ -27,7 +27,7 @@ from tests.integration.fake_gpu_daemon import (
     running,
     until,
 )
-from trikv.core.errors import BadRequestError, KvError, NotReadyError
+from trikv.core.errors import BadRequestError, KvError, NotReadyError, OverloadedError
 from trikv.core.layout import Piece
 from trikv.nursery import copier as copier_module
 
@@ -297,3 +297,26 @@ def is_running(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
     return False
+
+
+async def test_an_engine_that_hangs_with_all_saves_it_may_have_holds_up_nobody(gpu: Gpu) -> None:
+    async with running(gpu, 64 << 20) as daemon, trio.open_nursery() as nursery:
+        stuck, other = Rank(daemon, "stuck", blocks=512), Rank(daemon, "other")
+        await stuck.attach()
+        await other.attach()
+        refused: list[str] = []
+
+        async def save(number: int) -> None:
+            try:
+                await stuck.save([f"s{number}"], [number], event=1)
+            except OverloadedError as error:
+                refused.append(str(error))
+
+        for number in range(300):
+            nursery.start_soon(save, number)
+        await until(lambda: refused)
+        assert "copies of this session are waiting" in refused[0]
+        fill(other)
+        with trio.fail_after(5):
+            assert await other.save(["a"], [0]) == 1
+        daemon.service.sessions.close(stuck.session, "test")

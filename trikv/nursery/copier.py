@@ -57,7 +57,9 @@ class _Pending:
     """A copy that a copier has been asked for."""
 
     direction: Direction
+    is_stopped: Callable[[], bool]
     arrived: NDArray[np.bool_]
+    is_told: bool = False  # the copier knows that it is stopped
     ended: trio.Event = field(default_factory=trio.Event)
 
 
@@ -161,6 +163,7 @@ class Copier:
         self._mappings: dict[int, _Mapping] = {}
         self._asked_s: dict[int, float] = {}  # memory to be mapped, since when
         self._heard_s = dict.fromkeys(Direction, 0.0)
+        self._has_copies = trio.Event()
 
     # -- what is asked of it
 
@@ -216,17 +219,12 @@ class Copier:
         if not any(one.direction is order.direction for one in self._pending.values()):
             self._heard_s[order.direction] = trio.current_time()
         way = self._ways[order.direction]
-        pending = _Pending(order.direction, np.zeros(len(order.blocks), np.bool_))
+        pending = _Pending(order.direction, is_stopped, np.zeros(len(order.blocks), np.bool_))
         self._pending[number] = pending
         way.post(pack(Kind.COPY, number, pack_copy(order)))
-        is_told = False
+        self._has_copies.set()
         with trio.CancelScope(shield=True):
-            while not pending.ended.is_set():
-                if not is_told and is_stopped():
-                    is_told = True
-                    way.post(pack(Kind.STOP, number))
-                with trio.move_on_after(STOP_POLL_S):
-                    await pending.ended.wait()
+            await pending.ended.wait()
         return pending.arrived
 
     # -- its life
@@ -236,6 +234,7 @@ class Copier:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch)
+                nursery.start_soon(self._pass_stops_on)
                 for channel in (self._control, *self._ways.values()):
                     nursery.start_soon(channel.write)
                 for direction, way in self._ways.items():
@@ -278,6 +277,18 @@ class Copier:
         if event == "pool.registered":
             self.registered_bytes = int(facts["bytes"])
         log.info(event, gpu=self.uuid, **facts)
+
+    async def _pass_stops_on(self) -> None:
+        """Tell the copier of copies that are to stop, while there are any copies."""
+        while True:
+            await self._has_copies.wait()
+            while self._pending:
+                for number, pending in self._pending.items():
+                    if not pending.is_told and pending.is_stopped():
+                        pending.is_told = True
+                        self._ways[pending.direction].post(pack(Kind.STOP, number))
+                await trio.sleep(STOP_POLL_S)
+            self._has_copies = trio.Event()
 
     async def _watch(self) -> None:
         """Kill a copier that has work and says nothing."""

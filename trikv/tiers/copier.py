@@ -166,13 +166,25 @@ class Work:
         lane = self._device.lane(self._direction)
         while self._take_orders():
             self._show_life()
-            ready = [one for one in self._waiting if one.mapped.is_over(one.order.event)]
+            ready = self._ready()
             if ready:
                 chosen = ready[next_copy(ready, now_s=time.perf_counter())]
                 if not self._start(lane, chosen):
                     self._finish(lane)
             elif self._moving:
                 self._finish(lane)
+
+    def _ready(self) -> list[Transfer]:
+        """Copies whose engine's work is over; each event is asked once, however many wait."""
+        seen: dict[tuple[int, int], bool] = {}
+        ready = []
+        for one in self._waiting:
+            key = (one.order.attachment, one.order.event)
+            if key not in seen:
+                seen[key] = one.mapped.is_over(one.order.event)
+            if seen[key]:
+                ready.append(one)
+        return ready
 
     def _take_orders(self) -> bool:
         """Take what has come; with nothing to do, wait for it. False: nothing will come."""
