@@ -101,7 +101,8 @@ class Scope:
 
     def __init__(self, lengths: int, begin_s: float) -> None:
         self.begin_s = begin_s
-        self.registers: Registers = np.zeros((lengths, 2, SLOTS, REGISTERS), np.int8)
+        # Touched now, not as time passes: a daemon's memory is flat from the start.
+        self.registers: Registers = np.full((lengths, 2, SLOTS, REGISTERS), 0, np.int8)
         self.counts = np.zeros((lengths, SLOTS, 1 + len(TIERS)), np.int64)  # asked, hits by tier
 
     def clear(self, window: int, slots: NDArray[np.int64]) -> None:
