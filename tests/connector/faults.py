@@ -164,13 +164,18 @@ def frozen_daemon(world: World) -> dict[str, Any]:
     world.daemon.counts()
     time.sleep(0.3)
     rig.wait_attached()
-    rig.scheduler.reset_prefix_cache()
-    rig.add("thawed", PROMPT)
-    rig.run()
-    assert rig.admitted["thawed"] == 96, rig.admitted
+    for number in range(5):  # the first has 10 ms: whoever was late is given less time
+        rig.scheduler.reset_prefix_cache()
+        rig.add(f"thawed{number}", PROMPT)
+        rig.run()
+        if rig.admitted[f"thawed{number}"]:
+            break
+        time.sleep(0.1)
+    assert rig.admitted[f"thawed{number}"] == 96, rig.admitted
     assert not rig.wrong
     rig.settle(free)
     return {
+        "thaws": number + 1,
         "first_s": round(first, 2),
         "five_more_s": round(rest, 2),
         "settled_s": round(settled, 2),
