@@ -27,7 +27,7 @@ from tests.integration.daemons import (
     wire_code,
     wire_ok,
 )
-from tests.integration.pages import ANY_PORT, get, place, ready, scrape
+from tests.integration.pages import ANY_PORT, get, place, ready, scrape, serving
 from trikv.core.counters import METHODS
 from trikv.nursery import http as module
 from trikv.nursery.metrics import FAMILIES, names
@@ -37,12 +37,7 @@ from trikv.nursery.metrics import FAMILIES, names
 def daemon(
     start_shared: Start, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningDaemon]:
-    folder = tmp_path_factory.mktemp("http")
-    running = start_daemon(start_shared, folder, "--http-addr", ANY_PORT)
-    yield running
-    assert get(running, "/health")[0] == 200
-    assert running.end() == 0
-    assert "Traceback" not in running.log.read_text()
+    yield from serving(start_shared, tmp_path_factory.mktemp("http"))
 
 
 # -- what the page says

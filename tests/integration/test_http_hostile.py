@@ -16,7 +16,7 @@ import trio
 
 from tests.conftest import Start
 from tests.integration.daemons import RunningDaemon, attached, hashes, start_daemon, status, wire_ok
-from tests.integration.pages import ANY_PORT, get, place
+from tests.integration.pages import ANY_PORT, get, place, serving
 from trikv.nursery import http as module
 
 
@@ -24,12 +24,7 @@ from trikv.nursery import http as module
 def daemon(
     start_shared: Start, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningDaemon]:
-    folder = tmp_path_factory.mktemp("http")
-    running = start_daemon(start_shared, folder, "--http-addr", ANY_PORT)
-    yield running
-    assert get(running, "/health")[0] == 200
-    assert running.end() == 0
-    assert "Traceback" not in running.log.read_text()
+    yield from serving(start_shared, tmp_path_factory.mktemp("http"))
 
 
 def dial(daemon: RunningDaemon, *, receive_bytes: int | None = None) -> socket.socket:

@@ -158,7 +158,6 @@ class Copier:
         self._process = process
         channels = [_Channel(sock) for sock in sockets]
         self._control, self._ways = channels[0], dict(zip(Direction, channels[1:], strict=True))
-        self._ready = trio.Event()
         self._pending: dict[int, _Pending] = {}
         self._mappings: dict[int, _Mapping] = {}
         self._asked_s: dict[int, float] = {}  # memory to be mapped, since when
