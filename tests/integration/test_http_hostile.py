@@ -17,7 +17,7 @@ import trio
 from tests.conftest import Start
 from tests.integration.daemons import RunningDaemon, attached, hashes, start_daemon, status, wire_ok
 from tests.integration.pages import ANY_PORT, get, place, serving
-from trikv.nursery import http as module
+from trikv.process import http as module
 
 
 @pytest.fixture(scope="module")
