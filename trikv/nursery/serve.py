@@ -24,7 +24,7 @@ import structlog
 import trio
 
 from trikv import __version__, config
-from trikv.config import SettingError, Settings
+from trikv.config import Settings
 from trikv.core.cache import Cache
 from trikv.core.engines import Engines
 from trikv.core.errors import KvError
@@ -46,6 +46,7 @@ from trikv.nursery.service import Service, digest, sweep
 from trikv.nursery.sessions import Sessions
 from trikv.nursery.status import Facts
 from trikv.nursery.store import Store
+from trikv.options import SettingError
 from trikv.process.accepting import Listener
 from trikv.process.guest import Guest, StuckError
 from trikv.process.http import HttpServer, listen, url_of
