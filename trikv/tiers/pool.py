@@ -83,11 +83,11 @@ def open_pool(size_bytes: int, *, use_hugepages: bool) -> Pool:
         raise
     memory = np.frombuffer(mapping, dtype=np.uint8)
     mapping.madvise(mmap.MADV_DONTFORK)
-    backing = "hugetlb" if use_hugepages else _advise_huge(mapping)
+    backing = "hugetlb" if use_hugepages else advise_huge(mapping)
     return Pool(size_bytes, fd, backing, memory.ctypes.data, memory, mapping)
 
 
-def _advise_huge(mapping: mmap.mmap) -> str:
+def advise_huge(mapping: mmap.mmap) -> str:
     """Ask for transparent huge pages where the host allows them for shared memory."""
     try:
         mode = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
