@@ -24,7 +24,7 @@ bug of ours.
 
 import enum
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,16 @@ from trikv.core.rows import is_all, rows_of
 from trikv.core.words import Entries, SpaceId
 
 RANKS_MAX: Final = 64
+
+
+class Watcher(Protocol):
+    """Told of all blocks that become or stop being sealed, at once and before anything else."""
+
+    def sealed(self, entries: Entries) -> None:
+        """These have just become visible."""
+
+    def unsealed(self, entries: Entries) -> None:
+        """These are about to stop being sealed; afterwards their places may be written again."""
 
 
 class State(enum.IntEnum):
@@ -118,6 +128,7 @@ class Blocks:
         self.counts[ABSENT] = capacity
         self.sealed_by_space: dict[int, int] = {}
         self._unused = _Rows(capacity)
+        self.watcher: Watcher | None = None
 
     @property
     def unused_count(self) -> int:
@@ -273,10 +284,15 @@ class Blocks:
             self.counts[value] -= count
         self.counts[state] += len(entries)
         if counts[SEALED]:
-            self._count_sealed(entries[before == SEALED], -1)
+            gone = entries[before == SEALED]
+            self._count_sealed(gone, -1)
+            if self.watcher is not None:
+                self.watcher.unsealed(gone.astype(np.int32))
         self.state[entries] = state
         if state == SEALED:
             self._count_sealed(entries, 1)
+            if self.watcher is not None:
+                self.watcher.sealed(entries.astype(np.int32))
 
     def _count_sealed(self, entries: NDArray[np.int64], sign: int) -> None:
         of = self.space[entries]

@@ -28,7 +28,8 @@ from trikv.core.words import Words
 MAGIC: Final = b"trikv pool"
 VERSION: Final = 1
 ORIGINS_MAX: Final = 4_096
-ORIGIN_BYTES: Final = 20
+ORIGIN_BYTES: Final = 32
+TENANT_BYTES_MAX: Final = 64
 FACTORS: Final = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F))
 SHIFT: Final = np.uint64(29)
 
@@ -41,7 +42,14 @@ HEADER: Final = np.dtype(
         ("check", "<u8"),
     ]
 )
-ORIGIN: Final = np.dtype([("is_used", "<u8"), ("name", "u1", (ORIGIN_BYTES,)), ("rest", "<u4")])
+ORIGIN: Final = np.dtype(
+    [
+        ("is_used", "<u8"),
+        ("name", "u1", (ORIGIN_BYTES,)),
+        ("tenant", f"S{TENANT_BYTES_MAX}"),
+        ("rest", "<u8", (3,)),
+    ]
+)
 SLAB: Final = np.dtype(
     [
         ("rank_count", "<u8"),
@@ -82,6 +90,7 @@ class Found:
 
     Attributes:
         origin: namespace and cache group, as the spaces' owner names them.
+        tenant: whose it is, empty when nobody said or its name is a long one.
         page_bytes: of a block on each rank, rounded up.
         slots: int64[n], where they are.
         words: uint64[n, 4], their hashes.
@@ -90,6 +99,7 @@ class Found:
     """
 
     origin: bytes
+    tenant: str
     page_bytes: tuple[int, ...]
     slots: Slots
     words: Words
@@ -138,10 +148,11 @@ class Ledger:
         depths: NDArray[np.int32],
         *,
         origin: bytes,
+        tenant: str,
         page_bytes: tuple[int, ...],
     ) -> None:
         """Blocks of one origin and shape have been sealed in these slots."""
-        number = self._origin(origin)
+        number = self._origin(origin, tenant)
         if number is None or len(slots) == 0:
             return
         slabs = slots // self._slots_per_slab_max
@@ -188,6 +199,7 @@ class Ledger:
             slots, rows = slots[keep], rows[keep]
             yield Found(
                 names[number],
+                bytes(self._origins["tenant"][number]).decode(errors="replace"),
                 page_bytes,
                 slots,
                 np.ascontiguousarray(rows["words"]),
@@ -240,12 +252,14 @@ class Ledger:
         row["rank_count"] = len(page_bytes)
         self._shapes[slab], self._cuts[slab] = page_bytes, self._sequence
 
-    def _origin(self, name: bytes) -> int | None:
+    def _origin(self, name: bytes, tenant: str) -> int | None:
         assert len(name) == ORIGIN_BYTES
         number = self._ids.get(name)
         if number is None and len(self._ids) < ORIGINS_MAX:
             number = int(np.flatnonzero(self._origins["is_used"] == 0)[0])
             self._origins["name"][number] = np.frombuffer(name, np.uint8)
+            whose = tenant.encode()
+            self._origins["tenant"][number] = whose if len(whose) <= TENANT_BYTES_MAX else b""
             self._origins["is_used"][number] = 1
             self._ids[name] = number
         return number

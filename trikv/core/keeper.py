@@ -1,0 +1,146 @@
+"""Keeps the records of a pool that outlives its daemon true, and brings its blocks back.
+
+Decided here: that a record follows the state of its block and nothing else, and in which order
+found blocks count as used: as they were saved, of one save the deepest first to go. This file does
+not know where records lie, sessions, or files.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from trikv.core.blocks import SEALED, Blocks
+from trikv.core.errors import KvError
+from trikv.core.index import Index
+from trikv.core.ledger import ORIGIN_BYTES, Found, Ledger
+from trikv.core.pages import Pages
+from trikv.core.room import Room
+from trikv.core.words import Entries, ShapeId, SpaceId
+
+BATCH_BLOCKS: Final = 4_096  # brought back at once, so that nobody waits for long
+GROUP_BYTES: Final = 4
+
+
+def origin_of(fingerprint: bytes, group: int) -> bytes:
+    """What a cache group of a namespace is called in whatever outlives the daemon."""
+    return (fingerprint + group.to_bytes(GROUP_BYTES, "little")).ljust(ORIGIN_BYTES, b"\0")
+
+
+def parts_of(origin: bytes) -> tuple[bytes, int]:
+    """Fingerprint and group of an origin."""
+    end = ORIGIN_BYTES // 2
+    return origin[:end], int.from_bytes(origin[end : end + GROUP_BYTES], "little")
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    origin: bytes
+    tenant: str
+    page_bytes: tuple[int, ...]
+
+
+class Keeper:
+    """Watches the blocks of one pool."""
+
+    def __init__(
+        self, ledger: Ledger, pages: Pages, blocks: Blocks, index: Index, room: Room
+    ) -> None:
+        self._ledger = ledger
+        self._pages = pages
+        self._blocks = blocks
+        self._index = index
+        self._room = room
+        self._named: dict[SpaceId, _Named] = {}
+        self._is_adopting = False
+        blocks.watcher = self
+
+    def open_space(
+        self, space: SpaceId, shape: ShapeId, *, fingerprint: bytes, group: int, tenant: str
+    ) -> None:
+        """Blocks of a space are kept from now on, under its origin."""
+        page_bytes = self._pages.page_bytes(shape)
+        self._named[space] = _Named(origin_of(fingerprint, group), tenant, page_bytes)
+
+    def close_space(self, space: SpaceId) -> None:
+        """A space without blocks is forgotten."""
+        self._named.pop(space, None)
+
+    def sealed(self, entries: Entries) -> None:
+        """Write their records."""
+        if self._is_adopting:
+            return  # they have them
+        spaces = self._blocks.space[entries]
+        for space in np.unique(spaces).tolist():
+            named = self._named.get(space)
+            if named is not None:
+                mine = entries[spaces == space]
+                self._ledger.enter(
+                    self._blocks.slot[mine],
+                    self._index.hashes_of(mine),
+                    self._blocks.depth[mine],
+                    origin=named.origin,
+                    tenant=named.tenant,
+                    page_bytes=named.page_bytes,
+                )
+
+    def unsealed(self, entries: Entries) -> None:
+        """Strike their records."""
+        self._ledger.strike(self._blocks.slot[entries])
+
+    def adopt(self, open_space: Callable[[Found], tuple[SpaceId, ShapeId]]) -> Iterator[int]:
+        """Bring back what an earlier daemon has left, a batch a step; nothing was saved before.
+
+        Args:
+            open_space: makes the space of found blocks known; refuses with a `KvError`.
+
+        Yields:
+            Blocks brought back by each step. Records that find no place are struck.
+        """
+        for found in list(self._ledger.recover()):
+            try:
+                space, shape = open_space(found)
+            except KvError:
+                self._ledger.strike(found.slots)
+                continue
+            # Oldest first, and of one save the deepest first: the order of eviction.
+            order = np.lexsort((-found.depths, found.sequences))
+            for start in range(0, len(order), BATCH_BLOCKS):
+                batch = order[start : start + BATCH_BLOCKS]
+                yield self._adopt(found, batch, space, shape)
+
+    def _adopt(
+        self,
+        found: Found,
+        batch: "np.ndarray[tuple[int], np.dtype[np.int64]]",
+        space: SpaceId,
+        shape: ShapeId,
+    ) -> int:
+        slots = found.slots[batch]
+        by_place = np.argsort(slots)
+        taken = self._pages.take(shape, slots[by_place])
+        is_taken = np.isin(slots, taken[: self._blocks.unused_count])
+        is_taken &= self._index.find(space, found.words[batch]) < 0
+        self._ledger.strike(slots[~is_taken])
+        self._pages.free(np.setdiff1d(taken, slots[is_taken]))
+        mine = batch[is_taken]
+        entries = self._blocks.reserve(
+            found.slots[mine],
+            found.depths[mine],
+            space=space,
+            rank_count=len(found.page_bytes),
+        )
+        if len(entries) == 0:
+            return 0
+        self._pages.set_owner(found.slots[mine], entries)
+        self._index.insert(space, found.words[mine], entries)
+        self._blocks.claim_whole(entries)
+        self._is_adopting = True
+        try:
+            self._blocks.fill_whole(entries)
+        finally:
+            self._is_adopting = False
+        assert bool((self._blocks.state[entries] == SEALED).all())
+        self._room.touch(shape, entries[::-1])
+        return len(entries)
