@@ -14,7 +14,7 @@ from trikv.cli import main as command
 from trikv.cli.made import KINDS, make_trace
 from trikv.cli.rerun import Case, Service, run
 from trikv.cli.traces import Trace, TraceError, ceiling, from_lists, interleave, read_trace
-from trikv.core import cache
+from trikv.core import room
 from trikv.core.policies import MAKERS
 
 
@@ -76,7 +76,7 @@ def small_trace(seed: int) -> Trace:
 def test_each_request_finds_what_the_model_says(
     policy: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "EVICT_BATCH", 1)
+    monkeypatch.setattr(room, "EVICT_BATCH", 1)
     trace = small_trace(seed)
     for share in (0.02, 0.1, 0.3, 0.7):
         blocks = max(1, int(trace.distinct * share))

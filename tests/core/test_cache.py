@@ -27,7 +27,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from trikv.core import cache as module
+from trikv.core import room as module
 from trikv.core.blocks import State
 from trikv.core.errors import BadRequestError, LeaseLostError
 from trikv.core.plans import Key, LoadPlan, SavePlan

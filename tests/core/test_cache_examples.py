@@ -8,7 +8,7 @@ from cache_world import LEASE_S, ONE, PAGE, PAGES, POOL, SLAB, ask, key, new_cac
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trikv.core import cache as module
+from trikv.core import room as module
 from trikv.core.blocks import State
 from trikv.core.cache import Cache
 from trikv.core.errors import BadRequestError, LeaseLostError

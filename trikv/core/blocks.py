@@ -106,6 +106,7 @@ class Blocks:
         generation: uint32, grows when a row is reserved: tells reuse of the row.
         evictable: bool, sealed and not pinned; kept true by this class.
         replica: bool, other nodes hold it too, so it goes before others; whoever knows sets it.
+        below: bool, a disk holds it too, as far as is known; whoever knows sets it.
         counts: rows by state.
         sealed_by_space: sealed rows by space, spaces without any left out.
     """
@@ -124,6 +125,7 @@ class Blocks:
         self.generation = np.zeros(capacity, np.uint32)
         self.evictable = np.zeros(capacity, np.bool_)
         self.replica = np.zeros(capacity, np.bool_)
+        self.below = np.zeros(capacity, np.bool_)
         self.counts = dict.fromkeys(map(int, State), 0)  # rows by state
         self.counts[ABSENT] = capacity
         self.sealed_by_space: dict[int, int] = {}
@@ -158,6 +160,7 @@ class Blocks:
         self.claimed[entries] = 0
         self.filled[entries] = 0
         self.replica[entries] = False
+        self.below[entries] = False
         self.generation[entries] += np.uint32(1)
         return entries
 
@@ -183,6 +186,23 @@ class Blocks:
         self._set_state(sealed, SEALED)
         self.evictable[sealed] = self.pins[sealed] == 0
         return sealed, self._free_unheld(doomed)
+
+    def claim_whole(self, entries: Entries) -> None:
+        """One writer begins to write the pages of all ranks; nobody must have claimed any."""
+        self._expect(entries, FILLING)
+        assert not bool(self.claimed[entries].any())
+        self.claimed[entries] = self.wanted[entries]
+        self.writers[entries] += 1
+
+    def fill_whole(self, entries: Entries) -> tuple[Entries, Entries]:
+        """The writer of whole blocks has ended well; returns as `fill`."""
+        self._end_writes(entries)
+        is_live = self.state[entries] == FILLING
+        doomed, live = entries[~is_live], entries[is_live]
+        self.filled[live] = self.wanted[live]
+        self._set_state(live, SEALED)
+        self.evictable[live] = self.pins[live] == 0
+        return live, self._free_unheld(doomed)
 
     def fail(self, entries: Entries) -> tuple[Entries, Entries]:
         """A copy into these rows has ended badly: their bytes cannot be trusted on any rank.

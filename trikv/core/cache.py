@@ -6,7 +6,6 @@ This file does not know connections, memory, tasks, clocks or logs.
 """
 
 import itertools
-from collections import deque
 
 import numpy as np
 import numpy.ma  # np.unique loads it when first used: 50 ms in the midst of a call
@@ -16,13 +15,16 @@ from trikv.core.blocks import ABSENT, FILLING, SEALED, Blocks
 from trikv.core.chains import Chain, Chains
 from trikv.core.counters import Counters
 from trikv.core.errors import BadRequestError
+from trikv.core.fills import Fills
 from trikv.core.index import Index
+from trikv.core.landing import Landing, Landings
 from trikv.core.leases import Lease, Leases
 from trikv.core.pages import Pages
 from trikv.core.plans import Hit, Key, Limits, LoadPlan, SavePlan, SpaceFacts
 from trikv.core.policies import Maker, leaf_first_lru
 from trikv.core.room import Room
 from trikv.core.rows import is_all, rows_of
+from trikv.core.spills import Spills
 from trikv.core.tenants import Tenants
 from trikv.core.uses import Uses
 from trikv.core.words import (
@@ -34,9 +36,6 @@ from trikv.core.words import (
     TransferId,
     Words,
 )
-
-EVICT_BATCH = 256
-"""Blocks evicted at once when room is needed, so that the cost is paid seldom and in bulk."""
 
 
 class Cache:
@@ -63,6 +62,7 @@ class Cache:
         self._room = Room(*parts, maker=policy, tenants=tenants)
         self.recency = self._room.recency
         self._uses = Uses(self.blocks, self._room)
+        self.landings = Landings(self.pages, self.blocks, self.index, self._room)
         self.leases = Leases(
             limits.lease_s, limits.leases_max, int(capacity_bytes * limits.leased_fraction)
         )
@@ -70,9 +70,14 @@ class Cache:
         self.spaces: dict[SpaceId, SpaceFacts] = {}
         self.transfers: set[TransferId] = set()
         self._orders = self._room.orders
-        self._filling_bytes = 0
-        self._fills: deque[tuple[float, Entries, NDArray[np.uint32]]] = deque()
+        self._fills = Fills(limits, *parts[:3], self._room, self._uses)
+        self._spills: Spills | None = None
         self._numbers = itertools.count(1)
+
+    def attach_spills(self, spills: Spills) -> None:
+        """There are disks below: they are told what is saved and used, and evicted to."""
+        self._spills = spills
+        self._room.prefers_below = True
 
     # -- spaces
 
@@ -125,13 +130,16 @@ class Cache:
         asked_before, chain.asked_blocks = chain.asked_blocks, max(chain.asked_blocks, len(words))
         chain.put(0, hits, self.blocks.generation[rows])
         self._uses.queried(facts.shape, chain, is_first=asked_before == 0)
+        if self._spills is not None and len(hits) and asked_before == 0:
+            self._spills.used(chain)
         lease = self._promise(key, facts, hits, now_s=now_s)
         count = len(lease.entries) if lease else 0
         self.counters.query_total += 1
         self.counters.query_blocks_total += len(words)
         self.counters.query_hit_blocks_total += count
         self.counters.query_shortened_total += count < len(hits)
-        return Hit(count, lease, asked_before)
+        landed = self.landings.take_credit(hits[:count])
+        return Hit(count, lease, asked_before, landed)
 
     def settle(self) -> None:
         """Note what queries have used; done before anything is saved, and thus before evictions."""
@@ -246,7 +254,7 @@ class Cache:
         absent = np.flatnonzero(entries < 0)
         at_hand = entries[entries >= 0]
         self._uses.saved(facts.shape, entries[max(0, chain.length - first) :])
-        reserved = self._reserve(
+        reserved = self._fills.reserve(
             key.space, facts, chain, at_hand, words[absent], absent + first, now_s=now_s
         )
         entries[absent[: len(reserved)]] = reserved
@@ -285,10 +293,12 @@ class Cache:
         if not bool(copied.all()):
             lost, freed = self.blocks.fail(plan.entries[~copied])
             self.index.remove(lost)
-            self._filling_bytes -= len(lost) * facts.block_bytes
+            self._fills.bytes -= len(lost) * facts.block_bytes
             self._room.free(freed)
-        self._filling_bytes -= len(sealed) * facts.block_bytes
+        self._fills.bytes -= len(sealed) * facts.block_bytes
         self._uses.touch(facts.shape, plan.chain, sealed)
+        if self._spills is not None and len(sealed):
+            self._spills.saved(plan.chain)
         self.counters.save_blocks_total += int(copied.sum())
         self.counters.save_failed_blocks_total += int((~copied).sum())
         self.counters.save_bytes_total += copied_bytes
@@ -296,22 +306,62 @@ class Cache:
 
     def expire_fills(self, *, now_s: float) -> int:
         """Give up blocks whose ranks did not all save in time; returns how many."""
-        count = 0
-        while self._fills and self._fills[0][0] <= now_s:
-            _, entries, generations = self._fills.popleft()
-            same = self.blocks.generation[entries] == generations
-            late = entries[same & (self.blocks.state[entries] == FILLING)]
-            self._drop(late)
-            count += len(late)
-        self.counters.fill_expired_blocks_total += count
-        return count
+        late = self._fills.expired(now_s=now_s)
+        self._drop(late)
+        self.counters.fill_expired_blocks_total += len(late)
+        return len(late)
+
+    # -- fetches from below
+
+    def prepare_fetch(
+        self, space: SpaceId, words: Words, wanted: NDArray[np.bool_], *, source: int
+    ) -> Landing:
+        """Claim pages for blocks that something below the pool will fill; see `Landings.reserve`.
+
+        At the bound: fewer blocks, down to none, whose landing is over at once.
+        """
+        self.settle()
+        bytes_max = int(self.pages.capacity_bytes * self.limits.fetching_fraction)
+        landing = self.landings.reserve(
+            self._begin(),
+            space,
+            self.spaces[space],
+            words,
+            wanted,
+            bytes_max=bytes_max,
+            source=source,
+        )
+        if landing.left == 0:
+            self._end(landing.transfer)
+        return landing
+
+    def complete_fetch(
+        self, landing: Landing, rows: NDArray[np.int64], arrived: NDArray[np.bool_]
+    ) -> None:
+        """A part of a fetch has ended; see `Landings.end`."""
+        if len(rows) == 0:
+            return
+        self.settle()
+        self.landings.end(landing, self.spaces[landing.space], rows, arrived)
+        if landing.left == 0:
+            self._end(landing.transfer)
+
+    # -- what disks need
+
+    def live(self, chain: Chain) -> Entries:
+        """The sealed blocks of a request, root first."""
+        return self._uses.live(chain)
+
+    def unpin(self, entries: Entries) -> None:
+        """One reader less of blocks of one space."""
+        self._room.unpin(entries)
 
     # -- facts
 
     @property
     def filling_bytes(self) -> int:
-        """Pool bytes of blocks that not all ranks have filled."""
-        return self._filling_bytes
+        """Pool bytes of blocks that not all ranks have filled, or that are being fetched."""
+        return self._fills.bytes + self.landings.bytes
 
     def spaces_in_use(self) -> set[SpaceId]:
         """Spaces that have blocks in any state (a scan of the columns)."""
@@ -323,51 +373,13 @@ class Cache:
 
     # -- room
 
-    def _reserve(
-        self,
-        space: SpaceId,
-        facts: SpaceFacts,
-        chain: Chain,
-        at_hand: Entries,
-        words: Words,
-        depths: NDArray[np.int64],
-        *,
-        now_s: float,
-    ) -> Entries:
-        """Pages on all ranks for the leading blocks that find room."""
-        limits = self.limits
-        fraction = (
-            limits.filling_fraction if facts.rank_count == 1 else limits.filling_fraction_many_ranks
-        )
-        may_fill = int(self.pages.capacity_bytes * fraction) - self._filling_bytes
-        count = min(len(words), max(0, may_fill) // facts.block_bytes)
-        if count > self._room.count(facts.shape):
-            # A block whose own ancestors would have to go for it is not worth its place; and rows
-            # that were found for this message must not become others'.
-            found = at_hand[self.blocks.state[at_hand] == SEALED]
-            kin = np.unique(np.concatenate((self._uses.live(chain), found)))
-            self.blocks.pin(kin)
-            batch = min(EVICT_BATCH, 1 + self.pages.capacity_bytes // (16 * facts.block_bytes))
-            self._room.make(facts.shape, count, batch=batch, space=space)
-            self._room.unpin(kin)
-        slots = self.pages.allocate(facts.shape, min(count, self.blocks.unused_count))
-        if len(slots) == 0:
-            return np.empty(0, np.int32)
-        entries = self.blocks.reserve(
-            slots, depths[: len(slots)].astype(np.int32), space=space, rank_count=facts.rank_count
-        )
-        self.pages.set_owner(slots, entries)
-        self.index.insert(space, words[: len(slots)], entries)
-        self._filling_bytes += len(slots) * facts.block_bytes
-        self._fills.append((now_s + limits.fill_s, entries, self.blocks.generation[entries]))
-        return entries
-
     def _drop(self, entries: Entries) -> None:
         """Take filling and sealed blocks out of sight now, free them when nobody holds them."""
         if len(entries) == 0:
             return
         was_filling = entries[self.blocks.state[entries] == FILLING]
-        self._filling_bytes -= self._bytes_of(was_filling)
+        saved = was_filling[~self.landings.is_landing[was_filling]]
+        self._fills.bytes -= self._bytes_of(saved)
         self.index.remove(entries)
         self._room.free(self.blocks.drop(entries))
 

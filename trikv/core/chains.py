@@ -24,6 +24,7 @@ class Chain:
 
     Attributes:
         asked_blocks: how many blocks, from the first on, queries of the request have asked for.
+        kin: a disk: rows of those of its blocks that were last seen there, and their generations.
     """
 
     space: SpaceId
@@ -31,6 +32,7 @@ class Chain:
     generations: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
     length: int = 0
     asked_blocks: int = 0
+    kin: dict[int, tuple[Entries, NDArray[np.uint32]]] = field(default_factory=dict)
 
     def put(self, first: int, entries: Entries, generations: NDArray[np.uint32]) -> None:
         """Remember which entries stand at `first` and after; -1 where none does.

@@ -50,6 +50,8 @@ class Counters:
     """Fence raised, engine gone, or copy failed."""
     sealed_blocks_total: int = 0
     evicted_blocks_total: int = 0
+    evicted_unwritten_blocks_total: int = 0
+    """Of these, with an SSD: no copy lay there, so they are gone."""
     reclaimed_slabs_total: int = 0
     fill_expired_blocks_total: int = 0
     """Given up because not all ranks saved their pages in time."""

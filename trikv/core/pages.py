@@ -44,6 +44,7 @@ class _Cut:
     """
 
     page_bytes: tuple[int, ...]  # a rank, rounded up
+    slot_bytes: int  # all of them, or the least that a slot may have
     slots_per_slab: int
     free: NDArray[np.int64]  # [slab]: free slots of this shape's slabs, 0 for all other slabs
     taken: NDArray[np.bool_]  # [slab * slots_per_slab + position]
@@ -65,13 +66,23 @@ class Pages:
     Cost: 5 bytes a slot, and 8 bytes a slab and shape.
     """
 
-    def __init__(self, capacity_bytes: int, slab_bytes: int) -> None:
+    def __init__(
+        self, capacity_bytes: int, slab_bytes: int, *, slot_bytes_min: int = PAGE_ALIGN
+    ) -> None:
+        """Cut nothing yet.
+
+        Args:
+            capacity_bytes: of all slabs.
+            slab_bytes: of one, a multiple of `PAGE_ALIGN`.
+            slot_bytes_min: smaller blocks get slots of this size.
+        """
         assert slab_bytes > 0
         assert slab_bytes % PAGE_ALIGN == 0
+        self._slot_bytes_min = slot_bytes_min
         self.slab_bytes = slab_bytes
         self.slab_count = capacity_bytes // slab_bytes
         self.capacity_bytes = self.slab_count * slab_bytes
-        self.slots_per_slab_max = slab_bytes // PAGE_ALIGN
+        self.slots_per_slab_max = slab_bytes // slot_bytes_min
         self.newest_use = np.full(self.slab_count, NEVER, np.int64)
         self._newest_stamp = NEVER
         self._shape_of = np.full(self.slab_count, NO_SHAPE, np.int64)
@@ -99,9 +110,10 @@ class Pages:
         known = self._ids.get(rounded)
         if known is not None:
             return known
-        slots_per_slab = self.slab_bytes // sum(rounded)
+        slot_bytes = max(self._slot_bytes_min, sum(rounded))
+        slots_per_slab = self.slab_bytes // slot_bytes
         if slots_per_slab == 0:
-            message = f"a block of {sum(rounded)} bytes does not fit a slab of {self.slab_bytes}"
+            message = f"a block of {slot_bytes} bytes does not fit a slab of {self.slab_bytes}"
             raise BadRequestError(message, page_bytes=page_bytes)
         if len(self._cuts) == SHAPES_MAX:
             raise OverloadedError("too many different page sizes", shape_count=SHAPES_MAX)
@@ -109,7 +121,7 @@ class Pages:
         slot_count = self.slab_count * slots_per_slab
         free = np.zeros(self.slab_count, np.int64)
         taken, owner = np.zeros(slot_count, np.bool_), np.zeros(slot_count, np.int32)
-        self._cuts.append(_Cut(rounded, slots_per_slab, free, taken, owner))
+        self._cuts.append(_Cut(rounded, slot_bytes, slots_per_slab, free, taken, owner))
         self._used_slots.append(0)
         self._slabs_of.append(0)
         return shape
@@ -120,7 +132,7 @@ class Pages:
 
     def slot_bytes(self, shape: ShapeId) -> int:
         """Pool bytes of one block: its pages on all ranks, with their padding."""
-        return sum(self._cuts[shape].page_bytes)
+        return self._cuts[shape].slot_bytes
 
     def slot_count(self, shape: ShapeId) -> int:
         """Slots of a shape if the whole pool were cut for it."""
@@ -154,6 +166,35 @@ class Pages:
         cut.free[slabs] -= np.bincount(rows, minlength=len(slabs))
         self._used_slots[shape] += count
         return chosen * self.slots_per_slab_max + positions
+
+    def take(self, shape: ShapeId, slots: Slots) -> Slots:
+        """Take slots that somebody has found in use; call `used` and `set_owner` for them.
+
+        Args:
+            shape: what their slabs are cut for.
+            slots: int64[n], distinct, those of a slab one after another.
+
+        Returns:
+            int64[m]: those that were free, in slabs that are free or this shape's.
+        """
+        cut = self._cuts[shape]
+        slabs = self.slab_of(slots)
+        positions = slots - slabs * self.slots_per_slab_max
+        fits = (slabs < self.slab_count) & (positions < cut.slots_per_slab)
+        fits[fits] &= np.isin(self._shape_of.take(slabs[fits]), (shape, NO_SHAPE))
+        slots, slabs, positions = slots[fits], slabs[fits], positions[fits]
+        touched = np.unique(slabs)
+        fresh = touched[self._shape_of.take(touched) == NO_SHAPE]
+        if len(fresh):
+            gone = set(fresh.tolist())
+            self._free_slabs = [slab for slab in self._free_slabs if slab not in gone]
+            self._cut_slabs(shape, fresh)
+        indices = slabs * cut.slots_per_slab + positions
+        is_free = ~cut.taken.take(indices)
+        cut.taken[indices[is_free]] = True
+        np.subtract.at(cut.free, slabs[is_free], 1)
+        self._used_slots[shape] += int(is_free.sum())
+        return slots[is_free]
 
     def free(self, slots: Slots) -> None:
         """Give slots back, of any shapes; a slab that is wholly free becomes anybody's.
@@ -201,6 +242,11 @@ class Pages:
         """The shape a slab is cut for, -1 while it is free."""
         return ShapeId(self._shape_of.item(slab))
 
+    def shapes_of(self, slots: Slots) -> NDArray[np.int64]:
+        """The shape of each slot's slab, int64[n]."""
+        shapes: NDArray[np.int64] = self._shape_of.take(self.slab_of(slots))
+        return shapes
+
     # -- who is in a slab, and how cold it is
 
     def set_owner(self, slots: Slots, entries: Entries) -> None:
@@ -247,7 +293,7 @@ class Pages:
     def used_bytes(self) -> int:
         """Bytes of used slots, padding of pages included, unused rests of slabs not."""
         return sum(
-            used * sum(cut.page_bytes)
+            used * cut.slot_bytes
             for used, cut in zip(self._used_slots, self._cuts, strict=True)
         )
 
@@ -280,10 +326,13 @@ class Pages:
         """Cut free slabs for a shape."""
         slabs = np.array(self._free_slabs[-count:][::-1], np.int64)
         del self._free_slabs[-count:]
+        self._cut_slabs(shape, slabs)
+        return slabs
+
+    def _cut_slabs(self, shape: ShapeId, slabs: Slabs) -> None:
         self._shape_of[slabs] = shape
         self._cuts[shape].free[slabs] = self._cuts[shape].slots_per_slab
         self._slabs_of[shape] += len(slabs)
-        return slabs
 
     def _give_back(self, shape: ShapeId, slabs: Slabs) -> None:
         """Slabs without a used slot become free."""

@@ -23,6 +23,7 @@ class Limits:
     fill_s: float = 30.0
     filling_fraction: float = 0.5
     filling_fraction_many_ranks: float = 0.1
+    fetching_fraction: float = 0.5
     chains_max: int = 65_536
 
 
@@ -51,11 +52,18 @@ class Hit:
     Attributes:
         asked_before: so many of the blocks, from the first on, an earlier query of the request has
             asked for: whoever counts what engines want does not count these again.
+        landed: a tier of `TIERS` after the first: how many of the blocks came from there, and no
+            query was told of them before.
+        coming: so many blocks behind these are on their way, or can be had from below.
+        coming_s: an estimate of how long they take.
     """
 
     count: int
     lease: Lease | None
     asked_before: int
+    landed: tuple[int, ...] = ()
+    coming: int = 0
+    coming_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

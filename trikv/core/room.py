@@ -6,17 +6,25 @@ who asks; what may not go now is pinned in the columns.
 """
 
 import itertools
+from typing import Final
 
 import numpy as np
 
-from trikv.core.blocks import Blocks
+from trikv.core.blocks import SEALED, Blocks
 from trikv.core.counters import Counters
+from trikv.core.eviction import NEVER, LeafFirstLru
 from trikv.core.index import Index
 from trikv.core.pages import Pages
 from trikv.core.policies import Ground, Maker, Policy
 from trikv.core.rows import is_all, rows_of
 from trikv.core.tenants import TenantOrders, Tenants
 from trikv.core.words import Entries, ShapeId, SpaceId, Stamp
+
+EVICT_BATCH: Final = 256
+"""Blocks evicted at once when room is needed, so that the cost is paid seldom and in bulk."""
+
+NEAR: Final = 4
+"""So many times what is needed is looked through for blocks that a disk holds too."""
 
 
 class Room:
@@ -25,6 +33,7 @@ class Room:
     Attributes:
         recency: int64[entry], the stamp of the last touch, -1 without one.
         orders: a shape's blocks, those to evict first in front; sealed blocks only.
+        prefers_below: True: of the blocks whose turn is near, those that a disk holds too go first.
     """
 
     def __init__(
@@ -39,6 +48,7 @@ class Room:
     ) -> None:
         self.recency = np.full(blocks.capacity, -1, np.int64)
         self.orders: dict[ShapeId, Policy] = {}
+        self.prefers_below = False
         self._seen_at = np.zeros(blocks.capacity, np.int32)  # scratch of `touch`
         self._pages = pages
         self._blocks = blocks
@@ -71,6 +81,25 @@ class Room:
         """How many blocks of a shape fit without evicting any."""
         return min(self._pages.free_count(shape), self._blocks.unused_count)
 
+    def make_beside(self, shape: ShapeId, count: int, kin: Entries, *, space: SpaceId) -> None:
+        """As `make`, but sealed blocks of `kin` stay: what is wanted needs them.
+
+        Args:
+            shape: whose blocks want room.
+            count: of blocks, those that fit already included.
+            kin: rows in any state, as often as one likes.
+            space: of what is wanted.
+        """
+        if count <= self.count(shape):
+            return
+        kin = np.unique(kin)
+        kin = kin[self._blocks.state[kin] == SEALED]
+        self._blocks.pin(kin)
+        block_bytes = self._pages.slot_bytes(shape)
+        batch = min(EVICT_BATCH, 1 + self._pages.capacity_bytes // (16 * block_bytes))
+        self.make(shape, count, batch=batch, space=space)
+        self.unpin(kin)
+
     def make(self, shape: ShapeId, count: int, *, batch: int, space: SpaceId) -> None:
         """Evict until `count` blocks of a shape fit, or nothing more can be evicted.
 
@@ -90,7 +119,7 @@ class Room:
             coldest = order.coldest()
             if self._reclaim_slab(shape, colder_than=coldest):
                 continue
-            victims = order.victims(max(missing, batch), self._blocks.evictable)
+            victims = self._victims(order, max(missing, batch))
             if (
                 len(victims) == 0
                 and not self._reclaim_slab(shape, colder_than=None)
@@ -98,6 +127,19 @@ class Room:
             ):
                 return
             self._evict(victims)
+
+    def _victims(self, order: Policy, count: int) -> Entries:
+        """The next to go; what would be lost goes back to its place while others can go."""
+        if not self.prefers_below or not isinstance(order, LeafFirstLru):
+            return order.victims(count, self._blocks.evictable)
+        near = order.take(NEAR * count, self._blocks.evictable)
+        is_below = self._blocks.below[near]
+        chosen = np.concatenate((np.flatnonzero(is_below), np.flatnonzero(~is_below)))[:count]
+        is_chosen = np.zeros(len(near), np.bool_)
+        is_chosen[chosen] = True
+        order.restore(near[~is_chosen])
+        self.recency[near[is_chosen]] = NEVER
+        return near[is_chosen]
 
     def free(self, entries: Entries) -> None:
         """Give back the pages of rows that have become absent."""
@@ -176,6 +218,9 @@ class Room:
     def _evict(self, victims: Entries) -> None:
         if len(victims) == 0:
             return
+        if self.prefers_below:
+            unwritten = int(np.count_nonzero(~self._blocks.below[victims]))
+            self._counters.evicted_unwritten_blocks_total += unwritten
         self._index.remove(victims)
         self._blocks.evict(victims)
         self.free(victims)

@@ -154,7 +154,7 @@ class Windows:
             namespace: fingerprint in hex.
             salt: see `salt_of`.
             words: hashes of the blocks, those at hand first; copied.
-            hit_blocks: a tier of `TIERS`: how many were at hand there.
+            hit_blocks: a tier of `TIERS`: how many were at hand there; none in those left out.
             now_s: seconds on the caller's clock.
         """
         if len(words) == 0:
@@ -162,6 +162,7 @@ class Windows:
         at_s = now_s + self._shift_s
         if at_s >= self._turn_s:
             self._advance(at_s)
+        hit_blocks += (0,) * (len(TIERS) - len(hit_blocks))
         self._pending.append(Batch(namespace, salt, words[:, 0].copy(), hit_blocks))
         self._pending_blocks += len(words)
         if self._pending_blocks >= PENDING_BLOCKS_MAX or len(self._pending) >= PENDING_BATCHES_MAX:

@@ -1,0 +1,303 @@
+"""All disks below one pool: what can be had from them, what is brought up, what is written down.
+
+Decided here: how the pool's blocks and the disks' move together: that a fetch reads only what is
+missing and each block once, that a block is written with or after its ancestors, and which disk
+gets it. This file does not know files, tasks or clocks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trikv.core.blocks import SEALED
+from trikv.core.cache import Cache
+from trikv.core.ceiling import TIERS
+from trikv.core.chains import Chain
+from trikv.core.landing import Landing
+from trikv.core.lower import Lower, WritePlan
+from trikv.core.spills import Spills
+from trikv.core.words import Entries, Offsets, SpaceId, Words
+
+SSD: Final = TIERS.index("ssd")
+ABSENT: Final = -1
+
+Bools = NDArray[np.bool_]
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadPart:
+    """Blocks of one landing that one disk has, in prefix order.
+
+    Attributes:
+        rows: indices into the landing's columns.
+        entries: the disk's rows, pinned until `Below.end_read`.
+        regions, slots: where they lie there.
+    """
+
+    disk: int
+    landing: Landing
+    rows: Int64s
+    entries: Entries
+    regions: Int64s
+    slots: Int64s
+    sums: NDArray[np.uint64]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes to read."""
+        return len(self.rows) * sum(self.landing.lengths)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpillPart:
+    """Blocks of one request that one disk is to hold, root first.
+
+    Attributes:
+        plan: the disk's side.
+        entries: the pool's rows, pinned until `Below.end_spill`.
+        offsets: int64[ranks, n], where their pages lie in the pool.
+        kin: the disk's rows of their ancestors, root first.
+    """
+
+    disk: int
+    plan: WritePlan
+    chain: Chain
+    entries: Entries
+    offsets: Offsets
+    words: Words
+    depths: NDArray[np.int32]
+    kin: Entries
+
+    @property
+    def bytes(self) -> int:
+        """Bytes to write."""
+        return len(self.entries) * sum(self.plan.page_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """What a request can wait for: blocks behind those at hand, and the reads that bring them."""
+
+    count: int
+    parts: tuple[ReadPart, ...] = ()
+
+
+class Below:
+    """The disks of one pool."""
+
+    def __init__(self, cache: Cache, lowers: Sequence[Lower], spills: Spills) -> None:
+        self.cache = cache
+        self.lowers = tuple(lowers)
+        self.spills = spills
+        self._origins: dict[SpaceId, tuple[bytes, tuple[SpaceId | None, ...]]] = {}
+        cache.attach_spills(spills)
+
+    # -- spaces
+
+    def open_space(self, space: SpaceId, origin: bytes, page_bytes: tuple[int, ...]) -> None:
+        """Blocks of a space are called `origin` on the disks; may be called again."""
+        numbers = tuple(lower.open_origin(origin, page_bytes) for lower in self.lowers)
+        self._origins[space] = origin, numbers
+
+    def close_space(self, space: SpaceId) -> None:
+        """The pool has forgotten a space; unknown ones are fine."""
+        self._origins.pop(space, None)
+
+    def drop_space(self, space: SpaceId) -> bytes:
+        """Forget all blocks of a space on all disks.
+
+        Returns:
+            Its origin: older records of it are to be voided on each disk before anybody is told.
+        """
+        origin, numbers = self._origins[space]
+        for lower, number in zip(self.lowers, numbers, strict=True):
+            if number is not None:
+                lower.drop_origin(number)
+        return origin
+
+    # -- up
+
+    def coming(self, space: SpaceId, words: Words, first: int, limit: int) -> int:
+        """How many blocks from `first` on are at hand, on their way, or on a disk; no gap."""
+        return len(self._find(space, words[first : first + limit])[0])
+
+    def fetch(self, space: SpaceId, words: Words, first: int, limit: int) -> Coming:
+        """Begin to bring up what lies behind the blocks at hand.
+
+        Args:
+            space: theirs.
+            words: of a request, from its first block on.
+            first: so many are at hand.
+            limit: how many more may be promised.
+
+        At the bound: what finds no room in the pool is not fetched; the answer is shorter.
+        """
+        disks, rows = self._find(space, words[first : first + limit])
+        if len(disks) == 0:
+            return Coming(0)
+        end = first + len(disks)
+        wanted = np.zeros(end, np.bool_)
+        wanted[first:] = disks >= 0
+        if not bool(wanted.any()):
+            return Coming(len(disks))
+        landing = self.cache.prepare_fetch(space, words[:end], wanted, source=SSD)
+        parts = []
+        at = landing.positions - first
+        for disk in np.unique(disks[at]).tolist():
+            mine = np.flatnonzero(disks[at] == disk)
+            entries = rows[at[mine]]
+            regions, slots = self.lowers[disk].prepare_read(entries)
+            sums = self.lowers[disk].sums[entries]
+            parts.append(ReadPart(disk, landing, mine, entries, regions, slots, sums))
+            self._touch(disk, space, words[:end])
+        count = len(disks)
+        if len(landing.positions) < int(np.count_nonzero(wanted)):
+            found = self.cache.index.find(space, words[first:end])
+            count = int(np.argmin(found >= 0)) if bool((found < 0).any()) else count
+        return Coming(count, tuple(parts))
+
+    def end_read(self, part: ReadPart, arrived: Bools) -> None:
+        """The disk has filled these pages, or will not."""
+        self.lowers[part.disk].complete_read(part.entries, arrived)
+        self.cache.complete_fetch(part.landing, part.rows, arrived)
+        landed = part.landing.entries[part.rows[arrived]]
+        self.cache.blocks.below[landed[self.cache.blocks.state[landed] == SEALED]] = True
+
+    def give_up(self, part: ReadPart) -> None:
+        """A read that was not begun is not wanted any more: its blocks stay where they are."""
+        self.lowers[part.disk].complete_read(part.entries, np.ones(len(part.rows), np.bool_))
+        self.cache.complete_fetch(part.landing, part.rows, np.zeros(len(part.rows), np.bool_))
+
+    def _find(self, space: SpaceId, words: Words) -> tuple[Int64s, Entries]:
+        """For leading blocks: which disk has it and its row there; -1: the pool has, or gets it."""
+        cache = self.cache
+        line = cache.index.find(space, words)
+        rows = np.full(len(words), ABSENT, np.int32)
+        disks = np.full(len(words), ABSENT, np.int64)
+        at_hand = (line >= 0) & (
+            (cache.blocks.state[line] == SEALED) | cache.landings.is_landing[line]
+        )
+        for disk, origin in self._open(space):
+            missing = np.flatnonzero((line < 0) & (disks < 0))
+            if len(missing) == 0:
+                break
+            found = self.lowers[disk].find(origin, words[missing])
+            rows[missing], disks[missing[found >= 0]] = found, disk
+        gaps = np.flatnonzero(~at_hand & (disks < 0))
+        end = gaps.item(0) if len(gaps) else len(words)
+        return disks[:end], rows[:end]
+
+    def _open(self, space: SpaceId) -> list[tuple[int, SpaceId]]:
+        """Disks that are used, and what the space's origin is called there."""
+        _, numbers = self._origins.get(space, (b"", ()))
+        return [
+            (disk, origin)
+            for disk, origin in enumerate(numbers)
+            if origin is not None and not self.lowers[disk].fault
+        ]
+
+    def _touch(self, disk: int, space: SpaceId, words: Words) -> None:
+        """A request's whole chain on one disk: no parent is older than its child."""
+        origin = self._origins[space][1][disk]
+        assert origin is not None
+        entries = self.lowers[disk].find(origin, words)
+        self.lowers[disk].touch(origin, entries[entries >= 0])
+
+    # -- down
+
+    def spill(self, chain: Chain, bytes_max: int) -> tuple[tuple[SpillPart, ...], bool]:
+        """Begin to write what of a request no disk has yet; the rest counts as used there.
+
+        Returns:
+            (parts, has_more): at most `bytes_max` in all, but one block at least.
+        """
+        cache, space = self.cache, chain.space
+        writable = [
+            (disk, origin) for disk, origin in self._open(space) if not self.lowers[disk].is_adopting
+        ]
+        live = cache.live(chain)
+        if not writable or len(live) == 0 or space not in cache.spaces:
+            return (), False
+        words, depths = cache.index.hashes_of(live), cache.blocks.depth[live]
+        kin = {disk: self._kin(disk, origin, chain, words) for disk, origin in writable}
+        live, words, depths, is_below = self._unbroken(live, words, depths, kin)
+        cache.blocks.below[live[is_below]] = True
+        todo = np.flatnonzero(~is_below)
+        block_bytes = cache.spaces[space].block_bytes
+        most = max(1, bytes_max // block_bytes)
+        has_more, todo = len(todo) > most, todo[:most]
+        parts = []
+        share = words[todo, 0] % np.uint64(len(writable))
+        for number, (disk, origin) in enumerate(writable):
+            mine = todo[share == number]
+            if len(mine) == 0:
+                self.lowers[disk].touch(origin, kin[disk])
+                continue
+            plan = self.lowers[disk].prepare_write(origin, words[mine], depths[mine], kin=kin[disk])
+            mine = mine[plan.positions]
+            cache.blocks.pin(live[mine])
+            slots = cache.blocks.slot[live[mine]]
+            ranks = range(cache.spaces[space].rank_count)
+            offsets = np.array([cache.pages.offsets(slots, rank) for rank in ranks], np.int64)
+            parts.append(
+                SpillPart(
+                    disk, plan, chain, live[mine], offsets, words[mine], depths[mine], kin[disk]
+                )
+            )
+        is_short = sum(len(part.entries) for part in parts) < len(todo)
+        return tuple(part for part in parts if self._has_begun(part)), has_more and not is_short
+
+    def end_spill(self, part: SpillPart, is_written: Bools, sums: NDArray[np.uint64]) -> int:
+        """Nothing reads the pool's pages any more; returns how many blocks the disk has now."""
+        lower = self.lowers[part.disk]
+        found = lower.complete_write(part.plan, is_written, sums, kin=part.kin)
+        self.cache.blocks.below[part.entries[found]] = True
+        self.cache.unpin(part.entries)
+        rows = np.concatenate((part.kin, part.plan.entries[found]))
+        part.chain.kin[part.disk] = rows, lower.blocks.generation[rows]
+        return int(found.sum())
+
+    def _has_begun(self, part: SpillPart) -> bool:
+        if len(part.entries) == 0:
+            self.end_spill(part, np.empty(0, np.bool_), np.empty(0, np.uint64))
+        return len(part.entries) > 0
+
+    def _kin(self, disk: int, origin: SpaceId, chain: Chain, words: Words) -> Entries:
+        """A request's blocks that a disk has, root first, also those that the pool has not."""
+        lower = self.lowers[disk]
+        rows, generations = chain.kin.get(disk, (np.empty(0, np.int32), np.empty(0, np.uint32)))
+        rows = rows[lower.blocks.generation[rows] == generations]
+        rows = rows[lower.blocks.state[rows] == SEALED]
+        found = lower.find(origin, words)
+        rows = np.union1d(rows, found[found >= 0])
+        rows = rows[np.argsort(lower.blocks.depth[rows], kind="stable")].astype(np.int32)
+        chain.kin[disk] = rows, lower.blocks.generation[rows]
+        return rows
+
+    def _unbroken(
+        self,
+        live: Entries,
+        words: Words,
+        depths: NDArray[np.int32],
+        kin: dict[int, Entries],
+    ) -> tuple[Entries, Words, NDArray[np.int32], Bools]:
+        """The pool's blocks up to the first position that neither pool nor a disk has.
+
+        A block behind a gap could not be found; it would only take the place of others.
+        """
+        below = [self.lowers[disk].blocks.depth[rows] for disk, rows in kin.items()]
+        held = np.unique(np.concatenate((depths, *below)))
+        gaps = np.flatnonzero(held != np.arange(len(held)))
+        end = gaps.item(0) if len(gaps) else len(held)
+        keep = depths < end
+        live, words, depths = live[keep], words[keep], depths[keep]
+        is_below = np.zeros(len(live), np.bool_)
+        for disk, rows in kin.items():
+            lower = self.lowers[disk]
+            hashes = {row.tobytes() for row in lower.index.hashes_of(rows)}
+            is_below |= np.array([row.tobytes() in hashes for row in words], np.bool_)
+        return live, words, depths, is_below

@@ -1,0 +1,85 @@
+"""Blocks that engines are saving: how much of the pool they may hold, and for how long.
+
+Decided here: what is claimed for a save, and when half blocks are given up. This file does not know
+who saves or how blocks end.
+"""
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trikv.core.blocks import FILLING, Blocks
+from trikv.core.chains import Chain
+from trikv.core.index import Index
+from trikv.core.pages import Pages
+from trikv.core.plans import Limits, SpaceFacts
+from trikv.core.room import Room
+from trikv.core.uses import Uses
+from trikv.core.words import Entries, SpaceId, Words
+
+
+class Fills:
+    """Rows that were claimed for saves and are not whole yet.
+
+    Attributes:
+        bytes: of the pool that they hold; who ends rows takes their bytes away.
+    """
+
+    def __init__(
+        self, limits: Limits, pages: Pages, blocks: Blocks, index: Index, room: Room, uses: Uses
+    ) -> None:
+        self.bytes = 0
+        self._limits = limits
+        self._pages = pages
+        self._blocks = blocks
+        self._index = index
+        self._room = room
+        self._uses = uses
+        self._begun: deque[tuple[float, Entries, NDArray[np.uint32]]] = deque()
+
+    def reserve(
+        self,
+        space: SpaceId,
+        facts: SpaceFacts,
+        chain: Chain,
+        at_hand: Entries,
+        words: Words,
+        depths: NDArray[np.int64],
+        *,
+        now_s: float,
+    ) -> Entries:
+        """Pages on all ranks for the leading blocks that find room.
+
+        A block whose own ancestors would have to go for it is not worth its place; and rows that
+        were found for this message (`at_hand`) must not become others'.
+        """
+        limits = self._limits
+        fraction = (
+            limits.filling_fraction if facts.rank_count == 1 else limits.filling_fraction_many_ranks
+        )
+        may_fill = int(self._pages.capacity_bytes * fraction) - self.bytes
+        count = min(len(words), max(0, may_fill) // facts.block_bytes)
+        if count > self._room.count(facts.shape):
+            kin = np.concatenate((self._uses.live(chain), at_hand))
+            self._room.make_beside(facts.shape, count, kin, space=space)
+        slots = self._pages.allocate(facts.shape, min(count, self._blocks.unused_count))
+        if len(slots) == 0:
+            return np.empty(0, np.int32)
+        entries = self._blocks.reserve(
+            slots, depths[: len(slots)].astype(np.int32), space=space, rank_count=facts.rank_count
+        )
+        self._pages.set_owner(slots, entries)
+        self._index.insert(space, words[: len(slots)], entries)
+        self.bytes += len(slots) * facts.block_bytes
+        self._begun.append((now_s + limits.fill_s, entries, self._blocks.generation[entries]))
+        return entries
+
+    def expired(self, *, now_s: float) -> Entries:
+        """Rows whose ranks did not all save in time; the caller gives them up."""
+        found = [np.empty(0, np.int32)]
+        while self._begun and self._begun[0][0] <= now_s:
+            _, entries, generations = self._begun.popleft()
+            same = self._blocks.generation[entries] == generations
+            found.append(entries[same & (self._blocks.state[entries] == FILLING)])
+        return np.concatenate(found)

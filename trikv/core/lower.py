@@ -1,0 +1,375 @@
+"""The blocks of one disk: the same index, places and orders as the pool's, one slot a block.
+
+Decided here: which blocks are on the disk, where new ones go and which make room, and what is
+believed of records that were found after a restart. This file does not know files, bytes, or why
+a block is read or written.
+
+| block | event | becomes |
+| --- | --- | --- |
+| absent | `prepare_write` finds room | filling |
+| filling | `complete_write`, its record is on the disk | sealed: can be read |
+| filling | not written | absent |
+| absent | `adopt`: its record was found | sealed |
+| sealed | `complete_read`: its bytes were wrong | doomed until the last read ends |
+| filling, sealed | `drop_origin` | doomed until nobody reads or writes it |
+
+What a block hash is unique in is an *origin*: 32 bytes that stay the same over restarts; here a
+small number stands for it. Nothing is erased on the disk: a record is dead when its slot's region
+was cut anew, a newer record of its key exists, its origin was voided, or its bytes differ.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trikv.core.blocks import FILLING, SEALED, Blocks
+from trikv.core.counters import Counters
+from trikv.core.errors import KvError
+from trikv.core.index import Index
+from trikv.core.pages import NO_SHAPE, Pages
+from trikv.core.policies import leaf_first_lru
+from trikv.core.room import Room
+from trikv.core.words import Entries, ShapeId, SpaceId, Words
+
+ORIGIN_BYTES: Final = 32
+ROWS_MAX: Final = 1 << 22
+EVICT_BATCH: Final = 64
+NOTED_MAX: Final = 1_024
+NOTHING_COUNTS: Final = 1 << 62
+
+Bools = NDArray[np.bool_]
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WritePlan:
+    """Slots that are being written until `complete_write`; columns of n blocks.
+
+    Attributes:
+        origin: of all of them.
+        positions: which of the blocks that were offered.
+        cuts: regions that must be cut for `page_bytes` before their first record is written.
+        sequence: of all records.
+    """
+
+    origin: SpaceId
+    page_bytes: tuple[int, ...]
+    positions: Int64s
+    entries: Entries
+    regions: Int64s
+    slots: Int64s  # positions in their regions
+    cuts: tuple[int, ...]
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """Blocks as their records say, of regions that were cut for the same pages; columns."""
+
+    page_bytes: tuple[int, ...]
+    cut: Int64s  # regions, also those without a block
+    regions: Int64s
+    slots: Int64s
+    origins: NDArray[np.uint8]
+    words: Words
+    depths: NDArray[np.int32]
+    sequences: Int64s
+    sums: NDArray[np.uint64]
+
+
+class Lower:
+    """One disk's blocks.
+
+    Attributes:
+        fault: why nothing is read or written any more; empty while the disk is used.
+        sequence: of each row: grows with each write, over restarts too.
+        sums: of each row: what its bytes must add up to.
+        next_sequence: not used by any record yet.
+        wrong_blocks_total: read with an error or with wrong bytes.
+        is_adopting: what the disk holds is not known in full yet: nothing is written.
+
+    At the bound: when slots or rows run out the least recently used blocks go, leaves first; a
+    block whose own ancestors would have to go for it is not written.
+    """
+
+    def __init__(
+        self, region_count: int, region_bytes: int, *, slot_bytes_min: int, seed: int
+    ) -> None:
+        capacity_bytes = region_count * region_bytes
+        rows = min(ROWS_MAX, max(1, capacity_bytes // slot_bytes_min))
+        self.fault = ""
+        self.counters = Counters()
+        self.pages = Pages(capacity_bytes, region_bytes, slot_bytes_min=slot_bytes_min)
+        self.index = Index(rows, seed=seed)
+        self.blocks = Blocks(rows)
+        self._room = Room(
+            self.pages, self.blocks, self.index, self.counters, maker=leaf_first_lru
+        )
+        self.recency = self._room.recency
+        self.sequence = np.zeros(rows, np.int64)
+        self.sums = np.zeros(rows, np.uint64)
+        self.next_sequence = 1
+        self.wrong_blocks_total = 0
+        self.is_adopting = True
+        self._noted: deque[tuple[SpaceId, Entries, NDArray[np.uint32]]] = deque(maxlen=NOTED_MAX)
+        self._cut_for = np.full(region_count, NO_SHAPE, np.int64)  # as the headers say
+        self._origins: dict[bytes, SpaceId] = {}
+        self._shapes: dict[SpaceId, ShapeId] = {}
+        self._floors: dict[SpaceId, int] = {}  # older records of the origin are dead
+
+    # -- origins
+
+    def open_origin(self, origin: bytes, page_bytes: tuple[int, ...]) -> SpaceId | None:
+        """The number of an origin whose blocks have these pages; None: it has no place here.
+
+        At the bound, with too many sizes of pages or a block larger than a region: None.
+        """
+        assert len(origin) == ORIGIN_BYTES
+        try:
+            shape = self.pages.add_shape(page_bytes)
+        except KvError:
+            return None
+        self._room.open(shape)
+        known = self._origins.get(origin)
+        if known is None:
+            known = self._origins[origin] = SpaceId(len(self._origins))
+            self._shapes[known] = shape
+        elif self._shapes[known] != shape:  # cannot be, as pages are part of the name
+            self.drop_origin(known)
+            self._shapes[known] = shape
+        return known
+
+    def drop_origin(self, origin: SpaceId) -> int:
+        """Forget all blocks of an origin, also those that `adopt` has not brought yet.
+
+        Returns:
+            How many were known.
+        """
+        states = self.blocks.state
+        mine = (self.blocks.space == origin) & ((states == FILLING) | (states == SEALED))
+        entries = np.flatnonzero(mine).astype(np.int32)
+        self._drop(entries)
+        self._floors[origin] = NOTHING_COUNTS if self.is_adopting else self.next_sequence
+        return len(entries)
+
+    def floor(self, origin: SpaceId) -> int:
+        """Records of an origin with a lower sequence are dead; known once all is adopted."""
+        assert not self.is_adopting
+        return self._floors.get(origin, 0)
+
+    def withhold(self, fault: str) -> None:
+        """The disk is not used any more: nothing is found, nothing is written."""
+        self.fault = self.fault or fault
+
+    # -- reading
+
+    def find(self, origin: SpaceId, words: Words) -> Entries:
+        """Rows of the blocks that can be read, -1 for the others."""
+        if self.fault:
+            return np.full(len(words), -1, np.int32)
+        entries = self.index.find(origin, words)
+        entries[self.blocks.state[entries] != SEALED] = -1
+        return entries
+
+    def prepare_read(self, entries: Entries) -> tuple[Int64s, Int64s]:
+        """Keep these blocks until `complete_read`; returns their regions and slots there."""
+        self.blocks.pin(entries)
+        return self._places(self.blocks.slot[entries])
+
+    def complete_read(self, entries: Entries, is_right: Bools) -> None:
+        """Nothing reads these slots any more; blocks whose bytes were wrong are forgotten."""
+        wrong = entries[~is_right]
+        self.wrong_blocks_total += len(wrong)
+        self._drop(wrong[self.blocks.state[wrong] == SEALED])
+        self._unpin(entries)
+
+    def touch(self, origin: SpaceId, entries: Entries) -> None:
+        """Sealed blocks, root first, are used: they are the last to go."""
+        if self.is_adopting:
+            self._noted.append((origin, entries, self.blocks.generation[entries]))
+            return
+        self._room.touch(self._shapes[origin], entries)
+
+    # -- writing
+
+    def prepare_write(
+        self, origin: SpaceId, words: Words, depths: NDArray[np.int32], *, kin: Entries
+    ) -> WritePlan:
+        """Claim slots for the leading blocks that find room.
+
+        Args:
+            origin: theirs.
+            words: distinct, not on this disk (those that are being written are left out), root
+                first.
+            depths: positions in their sequences.
+            kin: rows of their ancestors, which do not go for them.
+        """
+        assert not self.is_adopting
+        shape = self._shapes[origin]
+        absent = np.flatnonzero(self.index.find(origin, words) < 0)
+        count = 0 if self.fault else len(absent)
+        if count > self._room.count(shape):
+            self._make_room(shape, count, kin, origin)
+        slots = self.pages.allocate(shape, min(count, self.blocks.unused_count))
+        positions = absent[: len(slots)]
+        entries = self.blocks.reserve(slots, depths[positions], space=origin, rank_count=1)
+        if len(entries):
+            self.blocks.claim(entries, 0)
+            self.pages.set_owner(slots, entries)
+            self.index.insert(origin, words[positions], entries)
+        sequence = self.next_sequence
+        self.next_sequence += 1
+        self.sequence[entries] = sequence
+        regions, places = self._places(slots)
+        fresh = np.unique(regions[self._cut_for[regions] != shape])
+        self._cut_for[fresh] = shape
+        pages = self.pages.page_bytes(shape)
+        cuts = tuple(fresh.tolist())
+        return WritePlan(origin, pages, positions, entries, regions, places, cuts, sequence)
+
+    def complete_write(
+        self, plan: WritePlan, is_written: Bools, sums: NDArray[np.uint64], *, kin: Entries
+    ) -> Bools:
+        """The records are on the disk, or not: only an unbroken run from the first is kept.
+
+        So no block is kept whose ancestor, offered before it, was lost.
+
+        Args:
+            plan: from `prepare_write`, completed once.
+            is_written: bool[n].
+            sums: of the blocks' bytes.
+            kin: rows of their ancestors, root first, which are used by this.
+
+        Returns:
+            bool[n], the blocks that can be read now.
+        """
+        count = len(is_written) if bool(is_written.all()) else int(np.argmin(is_written))
+        kept, lost = plan.entries[:count], plan.entries[count:]
+        self.sums[kept] = sums[:count]
+        sealed, freed = self.blocks.fill(kept, 0)
+        self._room.free(freed)
+        gone, freed = self.blocks.fail(lost)
+        self.index.remove(gone)
+        self._room.free(freed)
+        # A region whose header may not be there is cut again by the next write.
+        failed = np.setdiff1d(plan.cuts, plan.regions[:count])
+        self._cut_for[failed.astype(np.int64)] = NO_SHAPE
+        kin = kin[self.blocks.state[kin] == SEALED]
+        self._room.touch(self._shapes[plan.origin], np.concatenate((kin, sealed)))
+        found = np.zeros(len(plan.entries), np.bool_)
+        found[:count] = self.blocks.state[kept] == SEALED
+        return found
+
+    # -- after a restart
+
+    def adopt(self, found: Found) -> int:
+        """Believe records that were found; called before anything is written, once a region.
+
+        Returns:
+            How many blocks can be read now that could not before.
+        """
+        try:
+            shape = self.pages.add_shape(found.page_bytes)
+        except KvError:
+            return 0  # their regions are free: they are cut anew in their turn
+        self._room.open(shape)
+        self._cut_for[found.cut] = shape
+        if len(found.sequences):
+            self.next_sequence = max(self.next_sequence, int(found.sequences.max()) + 1)
+        origins, which = np.unique(found.origins, axis=0, return_inverse=True)
+        which = which.reshape(-1)
+        count = 0
+        for at, raw in enumerate(origins):
+            origin = self.open_origin(raw.tobytes(), found.page_bytes)
+            rows = np.flatnonzero(which == at)
+            if origin is not None:
+                rows = rows[found.sequences[rows] >= self._floors.get(origin, 0)]
+                count += self._adopt(origin, shape, found, rows)
+        return count
+
+    def _adopt(self, origin: SpaceId, shape: ShapeId, found: Found, rows: Int64s) -> int:
+        rows = _newest(found.words, found.sequences, rows)
+        known = self.index.find(origin, found.words[rows])
+        older = (known >= 0) & (self.sequence[known] < found.sequences[rows])
+        self._drop(known[older])  # of a key that stands twice, the newer
+        rows = rows[older | (known < 0)][: self.blocks.unused_count]
+        wanted = found.regions[rows] * self.pages.slots_per_slab_max + found.slots[rows]
+        slots = self.pages.take(shape, wanted)
+        rows = rows[np.isin(wanted, slots)]
+        entries = self.blocks.reserve(slots, found.depths[rows], space=origin, rank_count=1)
+        if len(entries) == 0:
+            return 0
+        self.blocks.claim(entries, 0)
+        self.pages.set_owner(slots, entries)
+        self.index.insert(origin, found.words[rows], entries)
+        self.blocks.fill(entries, 0)
+        self.sequence[entries] = found.sequences[rows]
+        self.sums[entries] = found.sums[rows]
+        return len(entries)
+
+    def adopted(self) -> tuple[Entries, Int64s]:
+        """The blocks that `adopt` has brought, and by what to sort them: least wanted first."""
+        rows = np.flatnonzero(self.blocks.state == SEALED)
+        keys = (self.sequence[rows] << np.int64(24)) - self.blocks.depth[rows]
+        return rows.astype(np.int32), keys
+
+    def place(self, entries: Entries) -> None:
+        """Give adopted blocks their places in the order of eviction, some at a time.
+
+        Args:
+            entries: least wanted first; what has been dropped meanwhile is left alone.
+        """
+        live = entries[self.blocks.state[entries] == SEALED]
+        shapes = self.pages.shapes_of(self.blocks.slot[live])
+        for shape in np.unique(shapes).tolist():
+            self._room.touch(ShapeId(shape), live[shapes == shape][::-1])
+
+    def end_adopting(self) -> None:
+        """All records have been adopted and placed: uses so far are made up for, writes begin."""
+        self.is_adopting = False
+        for origin, floor in self._floors.items():
+            self._floors[origin] = min(floor, self.next_sequence)
+        while self._noted:
+            origin, entries, generations = self._noted.popleft()
+            live = self.blocks.generation[entries] == generations
+            live &= self.blocks.state[entries] == SEALED
+            self.touch(origin, entries[live])
+
+    # -- inside
+
+    def _make_room(self, shape: ShapeId, count: int, kin: Entries, origin: SpaceId) -> None:
+        kin = np.unique(kin)
+        kin = kin[self.blocks.state[kin] == SEALED]
+        self.blocks.pin(kin)
+        self._room.make(shape, count, batch=min(count, EVICT_BATCH), space=origin)
+        self._unpin(kin)
+
+    def _places(self, slots: Int64s) -> tuple[Int64s, Int64s]:
+        regions = self.pages.slab_of(slots)
+        return regions, slots - regions * self.pages.slots_per_slab_max
+
+    def _unpin(self, entries: Entries) -> None:
+        if len(entries):
+            self._room.unpin(entries)
+
+    def _drop(self, entries: Entries) -> None:
+        """Blocks of one origin are out of sight now, and free when nobody holds them."""
+        if len(entries):
+            self.index.remove(entries)
+            origin = SpaceId(self.blocks.space.item(entries.item(0)))
+            self._room.orders[self._shapes[origin]].forget(entries)
+            self._room.free(self.blocks.drop(entries))
+
+
+def _newest(words: Words, sequences: Int64s, rows: Int64s) -> Int64s:
+    """Without rows whose key another one has with a higher sequence."""
+    firsts = np.sort(words[rows, 0])
+    if not bool((firsts[1:] == firsts[:-1]).any()):
+        return rows
+    order = rows[np.argsort(-sequences[rows], kind="stable")]
+    _, first = np.unique(words[order], axis=0, return_index=True)
+    kept: Int64s = np.sort(order[first])
+    return kept
