@@ -17,7 +17,7 @@ from typing import Final
 from trikv import address as addresses
 from trikv.address import Address
 from trikv.core.errors import ForbiddenError
-from trikv.nursery.callers import peer_pid
+from trikv.process.callers import peer_pid
 
 CONNECT_S: Final = 5.0
 PATIENCE_S: Final = 30.0
