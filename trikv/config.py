@@ -20,6 +20,8 @@ class Settings:
     pool_size: int | None
     slab_size: int | None
     use_hugepages: bool
+    persist: str | None
+    takeover: bool
     max_blocks: int | None
     max_engines: int
     eviction_policy: str
@@ -73,6 +75,19 @@ OPTIONS: Final = (
         number(int, 1, 1 << 30),
         None,
         "rows of the index; default: one a 4 KiB page of the pool, at most 16 million",
+    ),
+    Option(
+        "persist",
+        str,
+        None,
+        "folder on tmpfs or hugetlbfs where the pool outlives the daemon, e.g. /dev/shm/trikv: the "
+        "next daemon goes on with its blocks; default: the pool ends with the daemon",
+    ),
+    Option(
+        "takeover",
+        read_bool,
+        default=False,
+        help="end the daemon that serves this unix socket, wait for it, and take its place",
     ),
     Option("max-engines", number(int, 1, 4096), 64, "engines that may be attached at once"),
     Option(

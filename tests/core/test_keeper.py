@@ -25,7 +25,7 @@ Places = dict[tuple[int, int], tuple[int, ...]]  # space and node: offset on eac
 
 def keep(cache: Cache, memory: NDArray[np.uint8]) -> Keeper:
     ledger = Ledger(memory, **MEASURES)
-    keeper = Keeper(ledger, cache.pages, cache.blocks, cache.index, cache._room)
+    keeper = Keeper(ledger, cache.pages, cache.blocks, cache.index, cache.room)
     for space, facts in cache.spaces.items():
         keeper.open_space(
             space,

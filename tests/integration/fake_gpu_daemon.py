@@ -20,6 +20,7 @@ from trikv.core.layout import Piece, Range
 from trikv.core.words import InstanceName, LeaseId, RequestId
 from trikv.nursery.copier import Copier
 from trikv.nursery.copiers import PoolPlace
+from trikv.nursery.keeping import Opened, slab_bytes_for
 from trikv.nursery.serve import Daemon, build, run_trio
 from trikv.nursery.sessions import Session
 from trikv.tiers.hostmem import HeldProcess
@@ -137,7 +138,8 @@ async def running(gpu: Gpu, pool_bytes: int = 8 << 20) -> AsyncIterator[Daemon]:
     """The daemon's tasks with copiers for the fake GPU; at the end nothing may be left."""
     flags = ["--pool-size", str(pool_bytes), "--slab-size", "1mb", "--drain-seconds", "0"]
     pool: Pool = open_pool(pool_bytes, use_hugepages=False)
-    daemon = build(config.load(flags, {}), pool, None)
+    settings = config.load(flags, {})
+    daemon = build(settings, Opened(pool, slab_bytes_for(pool.bytes, settings.slab_size)), None)
     daemon.facts.copiers.refusal = ""
     daemon.facts.copiers.command = gpu.command
     closing = trio.Event()

@@ -217,7 +217,9 @@ class Below:
         """
         cache, space = self.cache, chain.space
         writable = [
-            (disk, origin) for disk, origin in self._open(space) if not self.lowers[disk].is_adopting
+            (disk, origin)
+            for disk, origin in self._open(space)
+            if not self.lowers[disk].is_adopting
         ]
         live = cache.live(chain)
         if not writable or len(live) == 0 or space not in cache.spaces:

@@ -49,6 +49,8 @@ class Counters:
     save_failed_blocks_total: int = 0
     """Fence raised, engine gone, or copy failed."""
     sealed_blocks_total: int = 0
+    recovered_blocks_total: int = 0
+    """Found in a pool that an earlier daemon has left (`--persist`)."""
     evicted_blocks_total: int = 0
     evicted_unwritten_blocks_total: int = 0
     """Of these, with an SSD: no copy lay there, so they are gone."""

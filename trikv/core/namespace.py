@@ -97,6 +97,14 @@ class Namespaces:
 
     by_fingerprint: dict[bytes, Namespace] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _reserved: dict[tuple[bytes, int], SpaceId] = field(default_factory=dict)
+
+    def reserve(self, fingerprint: bytes, group: int) -> SpaceId:
+        """The space that a cache group will have when its namespace is opened."""
+        key = fingerprint, group
+        if key not in self._reserved:
+            self._reserved[key] = self._space()
+        return self._reserved[key]
 
     def open(self, fields: Fields, ranks: tuple[tuple[Geometry, ...], ...]) -> Namespace:
         """Find or make the namespace of a complete instance; counts one more user.
@@ -113,7 +121,8 @@ class Namespaces:
                 tuple(geometry.page_bytes for geometry in group)
                 for group in zip(*ranks, strict=True)
             )
-            found = Namespace(key, fields, pages, self._spaces(len(pages)))
+            spaces = (self._reserved.pop((key, group), None) for group in range(len(pages)))
+            found = Namespace(key, fields, pages, tuple(space or self._space() for space in spaces))
             self.by_fingerprint[key] = found
         found.instances += 1
         return found
@@ -151,7 +160,10 @@ class Namespaces:
                 )
 
     def _spaces(self, count: int) -> tuple[SpaceId, ...]:
-        return tuple(SpaceId(next(self._numbers)) for _ in range(count))
+        return tuple(self._space() for _ in range(count))
+
+    def _space(self) -> SpaceId:
+        return SpaceId(next(self._numbers))
 
 
 def differing(ours: Fields, theirs: Fields) -> list[str]:

@@ -37,6 +37,7 @@ from trikv.core.windows import Windows
 from trikv.nursery.ceiling import CeilingTask, state_path
 from trikv.nursery.copiers import Copiers, PoolPlace
 from trikv.nursery.copying import Copying
+from trikv.nursery.keeping import Opened, PoolError, check, keep, opened, pool_bytes_for
 from trikv.nursery.memories import Memories
 from trikv.nursery.metrics import Families
 from trikv.nursery.quotas import read_rules, watch
@@ -46,6 +47,7 @@ from trikv.nursery.service import Service, digest, sweep
 from trikv.nursery.sessions import Sessions
 from trikv.nursery.status import Facts
 from trikv.nursery.store import Store
+from trikv.nursery.takeover import TakeoverError, take_over
 from trikv.options import SettingError
 from trikv.process.accepting import Listener
 from trikv.process.guest import Guest, StuckError
@@ -60,9 +62,6 @@ from trikv.tiers.hostmem import HeldProcess, HostMemory
 
 log = structlog.get_logger()
 
-SLAB_BYTES_MIN = 2 << 20
-SLAB_BYTES_MAX = 1 << 30
-SLABS_WANTED = 64
 BLOCKS_MAX = 1 << 24
 QUEUE_JOBS_MAX = 1_024
 COPIES_MAX = 320  # under way in a direction: more than one session may have, so none fills it
@@ -92,27 +91,6 @@ class Daemon:
     places: Places = field(default_factory=Places)
 
 
-def slab_bytes_for(pool_bytes: int, wanted: int | None) -> int:
-    """Size of a slab, whole pages: the setting, else a 64th of the pool within bounds."""
-    size = wanted or min(max(pool_bytes // SLABS_WANTED, SLAB_BYTES_MIN), SLAB_BYTES_MAX)
-    return min(size, pool_bytes) // PAGE_ALIGN * PAGE_ALIGN
-
-
-def pool_bytes_for(settings: Settings) -> int:
-    """Size of the pool: the setting, else half of what is available.
-
-    Raises:
-        SettingError: the machine has not so much, or a slab does not fit.
-    """
-    size = settings.pool_size or pools.default_bytes()
-    available = pools.available_bytes()
-    if settings.pool_size and not settings.use_hugepages and size > available:
-        raise SettingError(f"--pool-size: {size} bytes, but only {available} are available")
-    if settings.slab_size and settings.slab_size > size:
-        raise SettingError("--slab-size: larger than the pool")
-    return size
-
-
 def policy_of(settings: Settings) -> Maker:
     """The order of eviction.
 
@@ -137,14 +115,14 @@ def tenants_of(settings: Settings, pool_bytes: int) -> Tenants | None:
     return Tenants(pool_bytes, read_rules(settings.quota_file))
 
 
-def build(settings: Settings, pool: pools.Pool, guard: FreezeGuard | None) -> Daemon:
+def build(settings: Settings, opened: Opened, guard: FreezeGuard | None) -> Daemon:
     """Wire the parts; opens nothing."""
+    pool = opened.pool
     rows = settings.max_blocks or min(pool.bytes // PAGE_ALIGN, BLOCKS_MAX)
     limits = Limits(lease_s=settings.lease_seconds, fill_s=settings.fill_seconds)
-    slab_bytes = slab_bytes_for(pool.bytes, settings.slab_size)
     cache = Cache(
         pool.bytes,
-        slab_bytes,
+        opened.slab_bytes,
         entries_max=rows,
         seed=secrets.randbits(63),
         limits=limits,
@@ -152,13 +130,15 @@ def build(settings: Settings, pool: pools.Pool, guard: FreezeGuard | None) -> Da
         tenants=tenants_of(settings, pool.bytes),
     )
     windows = Windows(settings.metric_hll_windows, now_s=0.0)
+    engines = Engines(settings.max_engines)
     store = Store(
         cache,
-        Engines(settings.max_engines),
+        engines,
         trio.current_time,
         windows,
         insight=Insight(cache.pages.capacity_bytes),
         recorder=Recorder(settings.record_trace) if settings.record_trace else None,
+        keeper=keep(cache, engines.namespaces, opened.ledger) if opened.ledger else None,
     )
     staging_bytes = settings.gpu_staging // 2 // PAGE_ALIGN * PAGE_ALIGN  # a direction
     place = PoolPlace(pool.fd, pool.bytes, cache.pages.slab_bytes, staging_bytes)
@@ -356,38 +336,48 @@ async def host(daemon: Daemon) -> None:
     log.info("daemon.ended")
 
 
+def end_the_other(settings: Settings) -> None:
+    """With `--takeover`, the daemon whose place this one has ends first.
+
+    Raises:
+        TakeoverError: it does not.
+    """
+    if not settings.takeover:
+        return
+    begin_s = time.perf_counter()
+    other = take_over(settings.addr, os.environ, drain_s=settings.drain_seconds)
+    if other is not None:
+        took_s = round(time.perf_counter() - begin_s, 3)
+        log.info("daemon.replaced", pid=other.pid, addr=str(other.address), took_s=took_s)
+
+
 def main() -> None:
     """Entry point of `trikv-daemon`."""
     if not __debug__:
         sys.exit("trikv-daemon: the checks are part of it: run without -O and PYTHONOPTIMIZE")
     try:
         settings = config.load(sys.argv[1:], os.environ)
-        size = pool_bytes_for(settings)
+        check(settings)
         policy_of(settings)
-        tenants_of(settings, size)
-    except SettingError as error:
+        tenants_of(settings, settings.pool_size or 0)
+        set_up_logging(settings.log_level, settings.log_format)
+        end_the_other(settings)
+        size = pool_bytes_for(settings)
+    except (SettingError, TakeoverError) as error:
         print(f"trikv-daemon: {error}", file=sys.stderr)  # noqa: T201  # the one clear line
         sys.exit(EXIT_USAGE)
-    set_up_logging(settings.log_level, settings.log_format)
-    unit = pools.HUGE_PAGE_BYTES if settings.use_hugepages else PAGE_ALIGN
     try:
-        pool = pools.open_pool(size // unit * unit, use_hugepages=settings.use_hugepages)
-    except OSError as error:
-        sys.exit(f"trikv-daemon: --pool-size {size}: {error}")
-    try:
-        with contextlib.suppress(KeyboardInterrupt):
+        with opened(settings, size) as pool, contextlib.suppress(KeyboardInterrupt):
             freeze_s = settings.freeze_seconds
             with (
                 FreezeGuard(freeze_s) if freeze_s else contextlib.nullcontext() as guard,
                 asyncio.Runner(loop_factory=Loop) as runner,
             ):
                 runner.run(host(build(settings, pool, guard)))
-    except (AddressError, KvError) as error:
+    except (AddressError, PoolError, KvError) as error:
         sys.exit(f"trikv-daemon: {error}")
     except MemoryError as error:
         sys.exit(f"trikv-daemon: no memory for the index; lower --max-blocks: {error}")
-    finally:
-        pool.close()
 
 
 if __name__ == "__main__":

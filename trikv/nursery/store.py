@@ -17,6 +17,7 @@ from trikv.core.calls import Declare, Load, Named, Query, Register, Save
 from trikv.core.engines import Engines, Instance
 from trikv.core.errors import BadRequestError, KvError, LeaseLostError
 from trikv.core.insight import Insight
+from trikv.core.keeper import Keeper
 from trikv.core.layout import GroupLayout
 from trikv.core.namespace import NAMESPACES_MAX, Namespace
 from trikv.core.plans import Hit, Key, LoadPlan, SavePlan
@@ -49,6 +50,7 @@ class Store:
     _answered: list[tuple[Namespace, int, Query, Hit, float]] = field(default_factory=list)
     insight: Insight | None = None  # what other sizes and orders of eviction would give
     recorder: Recorder | None = None
+    keeper: Keeper | None = None
 
     # -- instances
 
@@ -103,14 +105,28 @@ class Store:
         return Named(namespace.fingerprint.hex(), page_bytes, tuple(notes))
 
     def _open_spaces(self, namespace: Namespace) -> None:
-        for space, page_bytes in zip(namespace.spaces, namespace.pages, strict=True):
+        pairs = zip(namespace.spaces, namespace.pages, strict=True)
+        for group, (space, page_bytes) in enumerate(pairs):
             self.cache.open_space(space, page_bytes, namespace.tenant)
+            if self.keeper is not None:
+                self.keeper.open_space(
+                    space,
+                    self.cache.spaces[space].shape,
+                    fingerprint=namespace.fingerprint,
+                    group=group,
+                    tenant=namespace.tenant,
+                )
+
+    def _close_space(self, space: SpaceId) -> None:
+        self.cache.close_space(space)
+        if self.keeper is not None:
+            self.keeper.close_space(space)
 
     def _forget_namespace(self, namespace: Namespace) -> None:
         """Drop a namespace that has neither engines nor blocks."""
         self.engines.namespaces.forget(namespace)
         for space in namespace.spaces:
-            self.cache.close_space(space)
+            self._close_space(space)
 
     def _release_if_silent(self, name: InstanceName) -> None:
         """End the leases of an instance whose scheduler's word was just lost by a refusal."""
@@ -247,7 +263,7 @@ class Store:
         namespaces = self.engines.namespaces.by_fingerprint.values()
         keep = self.cache.spaces_in_use().union(*(one.spaces for one in namespaces))
         for space in self.cache.spaces.keys() - keep:
-            self.cache.close_space(space)
+            self._close_space(space)
 
     def sweep(self) -> None:
         """End what is over: leases, and blocks whose ranks did not all save."""

@@ -115,6 +115,14 @@ def open_kept(folder: Path, size_bytes: int, slab_bytes: int) -> Kept:
     return Kept(pool, ledger, note)
 
 
+def kept_bytes(folder: Path) -> int:
+    """Bytes of the pool that is kept in a folder; 0 when there is none."""
+    try:
+        return (folder / POOL_NAME).stat().st_size
+    except OSError:
+        return 0
+
+
 def _prepare(folder: Path) -> str:
     """Make the folder; returns the kind of its file system."""
     try:

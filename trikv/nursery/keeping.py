@@ -1,0 +1,134 @@
+"""The pool from settings: how large, cut how, and whether it outlives this daemon.
+
+Decided here: which pool is opened for which settings, and how blocks that an earlier daemon has
+left come back before anybody is served. This file does not know how records are written.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from trikv.config import Settings
+from trikv.core.cache import Cache
+from trikv.core.keeper import Keeper, parts_of
+from trikv.core.ledger import Found, Ledger
+from trikv.core.namespace import Namespaces
+from trikv.core.pages import PAGE_ALIGN
+from trikv.core.words import ShapeId, SpaceId
+from trikv.options import SettingError
+from trikv.tiers import kept, pool
+
+log = structlog.get_logger()
+
+SLAB_BYTES_MIN = 2 << 20
+SLAB_BYTES_MAX = 1 << 30
+SLABS_WANTED = 64
+
+
+class PoolError(Exception):
+    """The pool cannot be had; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A pool, and its records when it outlives this daemon."""
+
+    pool: pool.Pool
+    slab_bytes: int
+    ledger: Ledger | None = None
+
+
+def slab_bytes_for(pool_bytes: int, wanted: int | None) -> int:
+    """Size of a slab, whole pages: the setting, else a 64th of the pool within bounds."""
+    size = wanted or min(max(pool_bytes // SLABS_WANTED, SLAB_BYTES_MIN), SLAB_BYTES_MAX)
+    return min(size, pool_bytes) // PAGE_ALIGN * PAGE_ALIGN
+
+
+def check(settings: Settings) -> None:
+    """Refuse what cannot be, whatever the machine has.
+
+    Raises:
+        SettingError: two settings contradict each other.
+    """
+    if settings.slab_size and settings.pool_size and settings.slab_size > settings.pool_size:
+        raise SettingError("--slab-size: larger than the pool")
+    if settings.persist and settings.use_hugepages:
+        raise SettingError("--use-hugepages: with --persist, name a folder on hugetlbfs instead")
+    if settings.persist and not Path(settings.persist).is_absolute():
+        raise SettingError(f"--persist: {settings.persist!r} is no absolute path")
+
+
+def pool_bytes_for(settings: Settings) -> int:
+    """Size of the pool: the setting, else that of the pool that is kept, else half of the free.
+
+    Raises:
+        SettingError: the machine has not so much, or a slab does not fit.
+    """
+    kept_bytes = kept.kept_bytes(Path(settings.persist)) if settings.persist else 0
+    size = settings.pool_size or kept_bytes or pool.default_bytes()
+    available = pool.available_bytes() + kept_bytes
+    if settings.pool_size and not settings.use_hugepages and size > available:
+        raise SettingError(f"--pool-size: {size} bytes, but only {available} are available")
+    if settings.slab_size and settings.slab_size > size:
+        raise SettingError("--slab-size: larger than the pool")
+    return size
+
+
+@contextlib.contextmanager
+def opened(settings: Settings, size_bytes: int) -> Iterator[Opened]:
+    """Open the pool; its memory is unmapped at the end.
+
+    Raises:
+        PoolError: it cannot be had.
+    """
+    unit = pool.HUGE_PAGE_BYTES if settings.use_hugepages else PAGE_ALIGN
+    size_bytes = size_bytes // unit * unit
+    slab_bytes = slab_bytes_for(size_bytes, settings.slab_size)
+    begin_s = time.perf_counter()
+    if settings.persist:
+        try:
+            found = kept.open_kept(Path(settings.persist), size_bytes, slab_bytes)
+        except kept.KeptError as error:
+            raise PoolError(f"--persist: {error}") from error
+        if found.note:
+            log.warning("pool.emptied", folder=settings.persist, reason=found.note)
+        took_s = round(time.perf_counter() - begin_s, 3)
+        log.info("pool.mapped", folder=settings.persist, bytes=found.pool.bytes, took_s=took_s)
+        made = Opened(found.pool, slab_bytes, found.ledger)
+    else:
+        try:
+            plain = pool.open_pool(size_bytes, use_hugepages=settings.use_hugepages)
+        except OSError as error:
+            raise PoolError(f"--pool-size {size_bytes}: {error}") from error
+        made = Opened(plain, slab_bytes)
+    try:
+        yield made
+    finally:
+        made.pool.close()
+
+
+def keep(cache: Cache, namespaces: Namespaces, ledger: Ledger) -> Keeper:
+    """Bring back what an earlier daemon has left, and keep records from now on.
+
+    All of it before anybody is served: a place that is found must not be given to another block.
+    """
+    begin_s = time.perf_counter()
+    keeper = Keeper(ledger, cache.pages, cache.blocks, cache.index, cache.room)
+
+    def open_space(found: Found) -> tuple[SpaceId, ShapeId]:
+        fingerprint, group = parts_of(found.origin)
+        space = namespaces.reserve(fingerprint, group)
+        cache.open_space(space, found.page_bytes, found.tenant)
+        shape = cache.spaces[space].shape
+        keeper.open_space(space, shape, fingerprint=fingerprint, group=group, tenant=found.tenant)
+        return space, shape
+
+    block_count = sum(keeper.adopt(open_space))
+    cache.counters.recovered_blocks_total += block_count
+    took_s = round(time.perf_counter() - begin_s, 3)
+    log.info("pool.found", block_count=block_count, took_s=took_s)
+    return keeper
