@@ -20,9 +20,9 @@ class Settings:
     pool_size: int | None
     slab_size: int | None
     use_hugepages: bool
+    max_blocks: int | None
     persist: str | None
     takeover: bool
-    max_blocks: int | None
     max_engines: int
     eviction_policy: str
     enable_lfu_admission: bool
