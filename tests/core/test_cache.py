@@ -367,7 +367,7 @@ class CacheMachine(Model, RuleBasedStateMachine):
     @invariant()
     def each_sealed_block_is_in_the_order_of_its_shape_alone(self) -> None:
         sealed = [life for life in self.lives.values() if life.state is State.SEALED]
-        for shape, order in self.cache._room.orders.items():
+        for shape, order in self.cache.room.orders.items():
             ours = {life.row for life in sealed if self.cache.spaces[life.space].shape == shape}
             known, parked = rows_in(order)
             assert known == ours

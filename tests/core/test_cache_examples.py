@@ -314,7 +314,7 @@ def test_a_query_that_repeats_a_hash_is_refused_or_counted_rightly(leased_blocks
     with contextlib.suppress(BadRequestError):
         ask(cache, key("t"), [2, 2])
     cache.drop_space(ONE)
-    assert sum(map(len, cache._room.orders.values())) == 0
+    assert sum(map(len, cache.room.orders.values())) == 0
 
 
 def test_leased_and_loading_blocks_outlast_expiry_release_and_reset(cache: Cache) -> None:
@@ -339,7 +339,7 @@ def test_a_hash_at_two_positions_of_a_request_is_one_block_in_the_order(cache: C
     flying = cache.prepare_save(key("r"), words([1]), rank=0, first=0, now_s=0)
     save(cache, key("r"), [1], first=1)
     cache.complete_save(flying, ALL[:1], copied_bytes=0)
-    (order,) = [one for one in cache._room.orders.values() if len(one)]
+    (order,) = [one for one in cache.room.orders.values() if len(one)]
     assert len(order) == 1
     cache.drop_space(ONE)
     assert len(order) == 0

@@ -188,4 +188,4 @@ def test_nobody_is_pushed_below_a_floor_by_another(seed: int) -> None:
         after = used(cache)
         for other in set("abc") - {name}:
             assert after.get(other, 0) >= min(before.get(other, 0), floors[other]), (step, other)
-        assert sum(map(len, cache._room.orders.values())) == sum(after.values())
+        assert sum(map(len, cache.room.orders.values())) == sum(after.values())

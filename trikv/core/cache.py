@@ -12,7 +12,7 @@ import numpy.ma  # np.unique loads it when first used: 50 ms in the midst of a c
 from numpy.typing import NDArray
 
 from trikv.core.blocks import ABSENT, FILLING, SEALED, Blocks
-from trikv.core.chains import Chain, Chains
+from trikv.core.chains import Chains
 from trikv.core.counters import Counters
 from trikv.core.errors import BadRequestError
 from trikv.core.fills import Fills
@@ -59,25 +59,25 @@ class Cache:
         self.blocks = Blocks(entries_max)
         self.tenants = tenants
         parts = (self.pages, self.blocks, self.index, self.counters)
-        self._room = Room(*parts, maker=policy, tenants=tenants)
-        self.recency = self._room.recency
-        self._uses = Uses(self.blocks, self._room)
-        self.landings = Landings(self.pages, self.blocks, self.index, self._room)
+        self.room = Room(*parts, maker=policy, tenants=tenants)
+        self.recency = self.room.recency
+        self.uses = Uses(self.blocks, self.room)
+        self.landings = Landings(self.pages, self.blocks, self.index, self.room)
         self.leases = Leases(
             limits.lease_s, limits.leases_max, int(capacity_bytes * limits.leased_fraction)
         )
         self.chains = Chains(limits.chains_max)
         self.spaces: dict[SpaceId, SpaceFacts] = {}
         self.transfers: set[TransferId] = set()
-        self._orders = self._room.orders
-        self._fills = Fills(limits, *parts[:3], self._room, self._uses)
+        self._orders = self.room.orders
+        self._fills = Fills(limits, *parts[:3], self.room, self.uses)
         self._spills: Spills | None = None
         self._numbers = itertools.count(1)
 
     def attach_spills(self, spills: Spills) -> None:
         """There are disks below: they are told what is saved and used, and evicted to."""
         self._spills = spills
-        self._room.prefers_below = True
+        self.room.prefers_below = True
 
     # -- spaces
 
@@ -88,7 +88,7 @@ class Cache:
             BadRequestError: a block does not fit a slab.
         """
         shape = self.pages.add_shape(page_bytes)
-        self._room.open(shape)
+        self.room.open(shape)
         if self.tenants is not None:
             self.tenants.assign(space, tenant)
         self.spaces[space] = SpaceFacts(shape, len(page_bytes), self.pages.slot_bytes(shape))
@@ -129,7 +129,7 @@ class Cache:
         chain = self.chains.of(key.instance, key.request, key.space)
         asked_before, chain.asked_blocks = chain.asked_blocks, max(chain.asked_blocks, len(words))
         chain.put(0, hits, self.blocks.generation[rows])
-        self._uses.queried(facts.shape, chain, is_first=asked_before == 0)
+        self.uses.queried(facts.shape, chain, is_first=asked_before == 0)
         if self._spills is not None and len(hits) and asked_before == 0:
             self._spills.used(chain)
         lease = self._promise(key, facts, hits, now_s=now_s)
@@ -143,7 +143,7 @@ class Cache:
 
     def settle(self) -> None:
         """Note what queries have used; done before anything is saved, and thus before evictions."""
-        self._uses.settle()
+        self.uses.settle()
 
     def _promise(self, key: Key, facts: SpaceFacts, hits: Entries, *, now_s: float) -> Lease | None:
         old = self.leases.of_space(key.instance, key.request, key.space)
@@ -154,7 +154,7 @@ class Cache:
         granted = hits[: self.leases.room(facts.block_bytes, instead_of=old)]
         self.blocks.pin(granted)  # before the old lease lets go, so that nothing falls between
         if old is not None:
-            self._room.unpin(self.leases.end(old))
+            self.room.unpin(self.leases.end(old))
         if len(granted) == 0:
             return None
         self.counters.lease_granted_total += 1
@@ -172,20 +172,20 @@ class Cache:
         """End the leases whose time is over; returns how many."""
         ended = self.leases.expire(now_s=now_s)
         for lease in ended:
-            self._room.unpin(lease.entries)
+            self.room.unpin(lease.entries)
         self.counters.lease_expired_total += len(ended)
         return len(ended)
 
     def release(self, instance: InstanceName, request: RequestId) -> None:
         """The request has ended: its lease ends, its chain is forgotten."""
         for lease in self.leases.of_request(instance, request):
-            self._room.unpin(self.leases.end(lease))
+            self.room.unpin(self.leases.end(lease))
         self.chains.forget(instance, request)
 
     def release_instance(self, instance: InstanceName) -> None:
         """All requests of an engine have ended."""
         for lease in self.leases.of_instance(instance):
-            self._room.unpin(self.leases.end(lease))
+            self.room.unpin(self.leases.end(lease))
         self.chains.forget_instance(instance)
 
     # -- load
@@ -215,14 +215,14 @@ class Cache:
         self.blocks.pin(entries)
         over = self.leases.consumed(lease, rank)
         if over is not None:
-            self._room.unpin(over)
+            self.room.unpin(over)
         self.counters.load_total += 1
         return LoadPlan(self._begin(), entries, self.pages.offsets(self.blocks.slot[entries], rank))
 
     def complete_load(self, plan: LoadPlan, *, copied_count: int, copied_bytes: int) -> None:
         """The copy has ended, well or not: nothing reads the pages any more."""
         self._end(plan.transfer)
-        self._room.unpin(plan.entries)
+        self.room.unpin(plan.entries)
         self.counters.load_blocks_total += copied_count
         self.counters.load_bytes_total += copied_bytes
         self.counters.load_failed_blocks_total += len(plan.entries) - copied_count
@@ -253,7 +253,7 @@ class Cache:
         entries = self.index.find(key.space, words)
         absent = np.flatnonzero(entries < 0)
         at_hand = entries[entries >= 0]
-        self._uses.saved(facts.shape, entries[max(0, chain.length - first) :])
+        self.uses.saved(facts.shape, entries[max(0, chain.length - first) :])
         reserved = self._fills.reserve(
             key.space, facts, chain, at_hand, words[absent], absent + first, now_s=now_s
         )
@@ -264,7 +264,7 @@ class Cache:
         self.blocks.claim(entries[mine], rank)
         chain.put(first, entries, self.blocks.generation[entries])
         if len(mine) == 0:
-            self._uses.touch(facts.shape, chain)
+            self.uses.touch(facts.shape, chain)
         refused = len(absent) - len(reserved)
         present = len(words) - refused - len(mine)
         self.counters.save_total += 1
@@ -289,14 +289,14 @@ class Cache:
         self.settle()
         facts = self.spaces[plan.key.space]
         sealed, freed = self.blocks.fill(plan.entries[copied], plan.rank)
-        self._room.free(freed)
+        self.room.free(freed)
         if not bool(copied.all()):
             lost, freed = self.blocks.fail(plan.entries[~copied])
             self.index.remove(lost)
             self._fills.bytes -= len(lost) * facts.block_bytes
-            self._room.free(freed)
+            self.room.free(freed)
         self._fills.bytes -= len(sealed) * facts.block_bytes
-        self._uses.touch(facts.shape, plan.chain, sealed)
+        self.uses.touch(facts.shape, plan.chain, sealed)
         if self._spills is not None and len(sealed):
             self._spills.saved(plan.chain)
         self.counters.save_blocks_total += int(copied.sum())
@@ -346,16 +346,6 @@ class Cache:
         if landing.left == 0:
             self._end(landing.transfer)
 
-    # -- what disks need
-
-    def live(self, chain: Chain) -> Entries:
-        """The sealed blocks of a request, root first."""
-        return self._uses.live(chain)
-
-    def unpin(self, entries: Entries) -> None:
-        """One reader less of blocks of one space."""
-        self._room.unpin(entries)
-
     # -- facts
 
     @property
@@ -381,7 +371,7 @@ class Cache:
         saved = was_filling[~self.landings.is_landing[was_filling]]
         self._fills.bytes -= self._bytes_of(saved)
         self.index.remove(entries)
-        self._room.free(self.blocks.drop(entries))
+        self.room.free(self.blocks.drop(entries))
 
     def _bytes_of(self, entries: Entries) -> int:
         spaces, counts = np.unique(self.blocks.space[entries], return_counts=True)

@@ -27,6 +27,7 @@ from trikv.core.plans import SpaceFacts
 from trikv.core.room import Room
 from trikv.core.words import Entries, Offsets, ShapeId, SpaceId, TransferId, Words
 
+
 @dataclass(slots=True, eq=False)
 class Landing:
     """Pages that are being filled; every row is ended exactly once, in as many parts as one likes.
@@ -137,7 +138,11 @@ class Landings:
         )
 
     def end(
-        self, landing: Landing, facts: SpaceFacts, rows: NDArray[np.int64], arrived: NDArray[np.bool_]
+        self,
+        landing: Landing,
+        facts: SpaceFacts,
+        rows: NDArray[np.int64],
+        arrived: NDArray[np.bool_],
     ) -> None:
         """Nothing writes the pages of these rows any more.
 

@@ -105,9 +105,7 @@ class Lower:
         self.pages = Pages(capacity_bytes, region_bytes, slot_bytes_min=slot_bytes_min)
         self.index = Index(rows, seed=seed)
         self.blocks = Blocks(rows)
-        self._room = Room(
-            self.pages, self.blocks, self.index, self.counters, maker=leaf_first_lru
-        )
+        self._room = Room(self.pages, self.blocks, self.index, self.counters, maker=leaf_first_lru)
         self.recency = self._room.recency
         self.sequence = np.zeros(rows, np.int64)
         self.sums = np.zeros(rows, np.uint64)

@@ -293,8 +293,7 @@ class Pages:
     def used_bytes(self) -> int:
         """Bytes of used slots, padding of pages included, unused rests of slabs not."""
         return sum(
-            used * cut.slot_bytes
-            for used, cut in zip(self._used_slots, self._cuts, strict=True)
+            used * cut.slot_bytes for used, cut in zip(self._used_slots, self._cuts, strict=True)
         )
 
     def used_slots(self, shape: ShapeId) -> int:
