@@ -62,16 +62,20 @@ class BelowMachine(RuleBasedStateMachine):
         self.rng = random.Random(seed)
         self.mediums = [FakeMedium() for _ in range(min(disks, self.disks_max))]
         self.through = through
-        self.now_s = 0.0
+        self.now_s, self.openings = 0.0, 0
         self.epochs = dict.fromkeys(self.spaces, 0)
         self.start()
 
     def start(self) -> None:
         """A daemon starts: an empty pool, disks as they are."""
+        self.openings += 1
         limits = Limits(lease_s=LEASE_S, filling_fraction=0.9, filling_fraction_many_ranks=0.9)
         self.cache = Cache(2 * SLAB, SLAB, entries_max=64, seed=1, limits=limits)
         self.lowers = [
-            Lower(REGIONS, REGION, slot_bytes_min=PAGE, seed=2) for _ in self.mediums
+            Lower(
+                REGIONS, REGION, slot_bytes_min=PAGE, first_sequence=self.openings << 40, seed=2
+            )
+            for _ in self.mediums
         ]
         spills = Spills(Budget(None), write_through=self.through)
         self.below = Below(self.cache, self.lowers, spills)
@@ -118,7 +122,7 @@ class BelowMachine(RuleBasedStateMachine):
             )
             lower.adopt(found)
         entries, keys = lower.adopted()
-        lower.place(entries[np.argsort(keys)])
+        lower.place(entries[np.lexsort(keys)])
         lower.end_adopting()
         kept: dict[tuple[bytes, int], int] = {}
         for _, one in valid:

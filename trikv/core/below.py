@@ -296,6 +296,8 @@ class Below:
         held = np.unique(np.concatenate((depths, *below)))
         gaps = np.flatnonzero(held != np.arange(len(held)))
         end = gaps.item(0) if len(gaps) else len(held)
+        for disk, rows in kin.items():  # root first: none is used without its ancestors
+            kin[disk] = rows[self.lowers[disk].blocks.depth[rows] < end]
         keep = depths < end
         live, words, depths = live[keep], words[keep], depths[keep]
         is_below = np.zeros(len(live), np.bool_)
