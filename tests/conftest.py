@@ -22,6 +22,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
 
 ROOT = Path(__file__).resolve().parent
 LAST = ("integration", "connector", "e2e", "gpu")  # from fast to slow; all others come first
+SECOND_CHANCE = {"integration", "connector", "e2e"}  # real processes; see docs/decisions/0006
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -34,14 +35,22 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def rank(item: pytest.Item) -> int:
-        folder = item.path.relative_to(ROOT).parts[0]
-        return LAST.index(folder) + 1 if folder in LAST else 0
+    def folder(item: pytest.Item) -> str:
+        return item.path.relative_to(ROOT).parts[0]
 
-    items.sort(key=rank)
+    items.sort(key=lambda item: LAST.index(folder(item)) + 1 if folder(item) in LAST else 0)
+    for item in items:
+        if folder(item) in SECOND_CHANCE:
+            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.write_sep("_", f"failed at first: {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:  # those that have ended left nothing behind
+            pass
     for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError):
             name = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")

@@ -84,9 +84,9 @@ def is_program(module: str) -> bool:
     ("library", "module"),
     [
         ("hyperloglog", "trikv.core.windows"),
-        ("prometheus_client", "trikv.nursery.metrics"),
-        ("hypercorn", "trikv.nursery.http"),
-        ("starlette", "trikv.nursery.http"),
+        ("prometheus_client", "trikv.process.pages"),
+        ("hypercorn", "trikv.process.http"),
+        ("starlette", "trikv.process.http"),
     ],
 )
 def test_a_library_is_known_to_one_module(library: str, module: str) -> None:

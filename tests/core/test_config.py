@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trikv.config import OPTIONS, Option, SettingError, Settings, load, read_bool, read_bytes
+from trikv.config import OPTIONS, Settings, load
+from trikv.options import Option, SettingError, read_bool, read_bytes
 
 GOOD: dict[str, tuple[str, object, str, object]] = {  # two values of each: text, value
     "addr": ("/a", "/a", "h:1", "h:1"),

@@ -72,7 +72,7 @@ def test_a_bug_ends_the_daemon_with_its_story(
 @pytest.mark.parametrize(
     ("module", "kind", "method", "error"),
     [
-        ("trikv.nursery.guest", "Host", "_wait", "RuntimeError"),
+        ("trikv.process.guest", "Host", "_wait", "RuntimeError"),
         ("trio._core._io_epoll", "EpollIOManager", "process_events", "ZeroDivisionError"),
     ],
     ids=["in a turn", "in Trio's own loop"],
@@ -104,7 +104,7 @@ ALONE = """
 import asyncio, os
 import trio
 from trikv.core.errors import ShuttingDownError
-from trikv.nursery import guest as guests
+from trikv.process import guest as guests
 
 def broken(*given):
     raise RuntimeError("planted")

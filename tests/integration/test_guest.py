@@ -11,8 +11,8 @@ import pytest
 import trio
 import trio.lowlevel
 
-from trikv.nursery import guest
-from trikv.nursery.guest import TURNS_MAX, Guest, Host
+from trikv.process import guest
+from trikv.process.guest import TURNS_MAX, Guest, Host
 
 
 def in_guest(work: Callable[[Guest], Any]) -> Any:

@@ -29,8 +29,8 @@ from tests.integration.daemons import (
 )
 from tests.integration.pages import ANY_PORT, get, place, ready, scrape, serving
 from trikv.core.counters import METHODS
-from trikv.nursery import http as module
 from trikv.nursery.metrics import FAMILIES, names
+from trikv.process import http as module
 
 
 @pytest.fixture(scope="module")

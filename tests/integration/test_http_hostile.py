@@ -17,7 +17,7 @@ import trio
 from tests.conftest import Start
 from tests.integration.daemons import RunningDaemon, attached, hashes, start_daemon, status, wire_ok
 from tests.integration.pages import ANY_PORT, get, place, serving
-from trikv.nursery import http as module
+from trikv.process import http as module
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ host, port, until_s = sys.argv[1], int(sys.argv[2]), time.monotonic() + float(sy
 count = 0
 while time.monotonic() < until_s:
     try:
-        with socket.create_connection((host, port), timeout=0.5) as sock:
+        with socket.create_connection((host, port), timeout=15) as sock:
             sock.sendall(b"GET /metrics HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n")
             while sock.recv(65536):
                 pass
@@ -122,7 +122,7 @@ print(count)
 
 def test_a_flood_is_answered_at_a_walking_pace(daemon: RunningDaemon, start: Start) -> None:
     host, port = place(daemon)
-    seconds = 4.0
+    seconds, began_s = 4.0, time.monotonic()
     floods = [
         start([sys.executable, "-c", FLOOD, host, str(port), str(seconds)], stdout=subprocess.PIPE)
         for _ in range(2)
@@ -130,7 +130,8 @@ def test_a_flood_is_answered_at_a_walking_pace(daemon: RunningDaemon, start: Sta
     waits_s = asyncio.run(query_often(daemon.address))
     answered = sum(int(one.communicate(timeout=60)[0]) for one in floods)
     print(f"{answered} pages in {seconds} s; slowest of 200 queries: {max(waits_s) * 1e3:.1f} ms")  # noqa: T201
-    rounds = seconds / module.HOLD_S + 2
+    # Whoever has been let in by the end is still answered: floods wait longer than their time.
+    rounds = (time.monotonic() - began_s) / module.HOLD_S + 2
     assert 0 < answered <= rounds * module.CONNECTIONS_MAX
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.test_lifecycle import NOBODY, as_nobody, needs_root, run
 from trikv import address
-from trikv.nursery.listening import AddressError, bind
+from trikv.process.listening import AddressError, bind
 
 
 def one_line(ended: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -122,7 +122,7 @@ def test_no_descriptor_for_a_socket_is_one_line(
     def refuse(*_: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("trikv.nursery.listening.socket.socket", refuse)
+    monkeypatch.setattr("trikv.process.listening.socket.socket", refuse)
     for place in (f"unix:{tmp_path}/s", "127.0.0.1:0"):
         with pytest.raises(AddressError, match="Too many open files"), bind(place, {}):
             pass

@@ -17,9 +17,9 @@ from tests.integration.daemons import (
     wait_for,
     wire_ok,
 )
-from trikv.config import SettingError
 from trikv.core.tenants import Quota, Rules
 from trikv.nursery.quotas import read_rules
+from trikv.options import SettingError
 
 PAGE = 1 << 16
 POOL_BLOCKS = 64  # 4 MB

@@ -19,8 +19,8 @@ import numpy as np
 from trikv.cli.made import KINDS, make_trace
 from trikv.cli.rerun import Case, Outcome, Service, run
 from trikv.cli.traces import MADE, Trace, TraceError, ceiling, interleave, read_trace
-from trikv.config import read_bytes
 from trikv.core.policies import DEFAULT, MAKERS
+from trikv.options import read_bytes
 
 CAPACITIES: Final = "2%,5%,10%,20%,40%,100%"
 Row = dict[str, Any]

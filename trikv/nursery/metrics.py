@@ -1,18 +1,12 @@
-"""`/metrics`: all that `status` knows, as families of prometheus-client.
+"""`/metrics` of the daemon: all that `status` knows, as families.
 
 Decided here: names, kinds and labels. Names carry base units, labels come from closed sets; the one
 exception, `namespace`, has the values of the few busiest. Each family has a row in docs/metrics.md.
 Made anew for each scrape: nothing here is counted twice or kept.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Final, NamedTuple
-
-import trio
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from collections.abc import Iterator
+from typing import Final
 
 from trikv import __version__
 from trikv.core.blocks import State
@@ -20,18 +14,12 @@ from trikv.core.ceiling import TIERS, Case, WindowFacts
 from trikv.core.counters import Counters
 from trikv.nursery.service import Service
 from trikv.nursery.status import Facts
+from trikv.process.pages import Family, Rows, Shown, plain, split
 
 ALL: Final = "all"
 NAMESPACE_DIGITS: Final = 8
 STATES: Final = ("serving", "draining", "degraded")
 WINDOW: Final = ("window", "namespace")
-
-
-class Family(NamedTuple):
-    """One name: what it says, and by what it is split."""
-
-    text: str
-    labels: tuple[str, ...] = ()
 
 
 FAMILIES: Final = {
@@ -75,8 +63,6 @@ FAMILIES: Final = {
     "trikv_window_case": Family("1 for the case that the window shows", (*WINDOW, "case")),
 }
 
-Rows = Iterable[tuple[tuple[str, ...], float]]
-
 
 class Families:
     """Asks the daemon's parts at each scrape."""
@@ -85,23 +71,18 @@ class Families:
         self._service = service
         self._facts = facts
 
-    def read(self) -> Iterator[Metric]:
+    def read(self) -> Iterator[Shown]:
         """All families: the plain counters, then those of `FAMILIES`."""
-        for name, value in self._service.store.cache.counters.items():
-            yield CounterMetricFamily(name, "Since the daemon started; see docs/metrics.md", value)
-        self._service.store.settle()
+        store = self._service.store
+        yield from plain(store.cache.counters.items())
+        store.settle()
         rows: dict[str, Rows] = {
             **self._daemon(),
             **self._pool(),
             **self._callers(),
-            **windows_rows(self._service.store.windows.read(now_s=self._service.store.now_s())),
+            **windows_rows(store.windows.read(now_s=store.now_s())),
         }
-        for name, family in FAMILIES.items():
-            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            made = kind(name, family.text, labels=family.labels)
-            for labels, number in rows[name]:
-                made.add_metric(labels, number)
-            yield made
+        yield from split(FAMILIES, rows)
 
     def _daemon(self) -> dict[str, Rows]:
         facts = self._facts
@@ -187,37 +168,3 @@ def span(seconds: float) -> str:
 def names() -> list[str]:
     """Every family's name, as in docs/metrics.md."""
     return [*(name for name, _ in Counters().items()), *FAMILIES]
-
-
-class One(Collector):
-    """Hands one family to the renderer."""
-
-    def __init__(self) -> None:
-        self.family: Metric | None = None
-
-    def collect(self) -> Iterable[Metric]:
-        """That family."""
-        return [] if self.family is None else [self.family]
-
-
-class Page:
-    """The page of metrics.
-
-    All facts are of one moment; putting them into text is done family by family, because the whole
-    page takes some milliseconds of the thread that engines wait for.
-    """
-
-    def __init__(self, service: Service, facts: Facts) -> None:
-        self._families = Families(service, facts)
-        self._one = One()
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self._one)
-
-    async def render(self) -> tuple[bytes, str]:
-        """The text, and its content type."""
-        parts = []
-        for family in list(self._families.read()):
-            self._one.family = family
-            parts.append(generate_latest(self._registry))
-            await trio.lowlevel.checkpoint()
-        return b"".join(parts), CONTENT_TYPE_LATEST

@@ -17,8 +17,8 @@ from typing import Any, Final
 import structlog
 import trio
 
-from trikv.config import SettingError
 from trikv.core.tenants import Quota, Rules, Tenants
+from trikv.options import SettingError
 
 log = structlog.get_logger()
 

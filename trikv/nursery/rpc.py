@@ -3,45 +3,34 @@
 Decided here: that no capnp object leaves this file, that every refusal is a coded reply, and that a
 connection's end closes its sessions. This file does not decide about blocks: it reads a message
 with `wire`, calls the service, and writes the answer.
-
-pycapnp 2.2 crashes the process when an open connection is left to the cyclic collector or freed on
-another thread: streams and servers are closed in `finally`, and everything here runs on one thread.
 """
 
-import asyncio
 import contextlib
 import functools
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
-import capnp
 import structlog
 
 from trikv import __version__, wire
-from trikv.core.counters import OK
-from trikv.core.errors import (
-    BadRequestError,
-    KvError,
-    UnsupportedVersionError,
-)
-from trikv.nursery.callers import peer_pid, watched
-from trikv.nursery.guards import at_once, fatal
-from trikv.nursery.guest import Guest
+from trikv.core.errors import KvError, UnsupportedVersionError
 from trikv.nursery.service import Service
 from trikv.nursery.sessions import Session
 from trikv.nursery.status import Facts, write_status
+from trikv.process.accepting import Connection, read
+from trikv.process.callers import peer_pid, watched
+from trikv.process.guards import at_once, fatal
+from trikv.process.guest import Guest
 from trikv.tiers.copies import Process
 
 log = structlog.get_logger()
 
 SOFTWARE = f"trikv-daemon {__version__}"
-ACCEPT_BACKOFF_S = 0.2
-MESSAGE_CHARS_MAX = 1_000
 
 
-class Connection:
-    """What all servants of one connection share."""
+class EngineConnection(Connection):
+    """What all servants of one engine process's connection share."""
 
     def __init__(
         self,
@@ -50,13 +39,15 @@ class Connection:
         facts: Facts,
         open_process: Callable[[], Process | None],
     ) -> None:
+        super().__init__(guest, facts.calls, service.store.cache.counters)
         self.service = service
-        self.guest = guest
         self.facts = facts
         self.open_process = open_process
         self.sessions: set[Session] = set()
-        self.loop = asyncio.get_running_loop()
-        self._refused = OK
+
+    def make_bootstrap(self) -> Any:
+        """The daemon's `Kv`."""
+        return KvServant(self)
 
     def end_soon(self, session: Session) -> None:
         """A session's capability was freed, on whatever thread: end it on ours."""
@@ -86,48 +77,11 @@ class Connection:
             self.guest.fail(error)
             raise
 
-    def count(self, method: str) -> None:
-        """A call has ended; were it refused, that was just now, with no checkpoint in between."""
-        self.facts.calls.note(method, self._refused)
-        self._refused = OK
-
-    def refuse(self, reply: Any, error: KvError) -> None:
-        """Write an expected error into a reply's union."""
-        self.service.store.cache.counters.error_total += 1
-        log.debug("call.refused", code=error.code, reason=str(error))
-        self._refused = error.code
-        refusal = reply.init("error")
-        refusal.code = error.code
-        refusal.message = str(error)[:MESSAGE_CHARS_MAX]
-
-
-def _read(function: Callable[[Any], Any], message: Any) -> Any:
-    """Read a message; what pycapnp cannot read is the sender's fault.
-
-    Raises:
-        BadRequestError: the message is malformed or breaks a bound.
-    """
-    try:
-        return function(message)
-    except (capnp.KjException, UnicodeDecodeError, ValueError, OverflowError) as error:
-        raise BadRequestError(f"unreadable message: {_first_line(str(error))}") from None
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0][:200]
-
-
-async def _open_stream(sock: socket.socket) -> Any:
-    if sock.family == socket.AF_UNIX:
-        return await capnp.AsyncIoStream.create_unix_connection(sock=sock)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return await capnp.AsyncIoStream.create_connection(sock=sock)
-
 
 class SessionServant(wire.SCHEMA.Session.Server):
     """One session; its methods mirror the schema."""
 
-    def __init__(self, connection: Connection, session: Session) -> None:
+    def __init__(self, connection: EngineConnection, session: Session) -> None:
         self.connection = connection
         self._session = session
         self._service = connection.service
@@ -140,7 +94,7 @@ class SessionServant(wire.SCHEMA.Session.Server):
         """See the schema."""
         reply = context.results.init("reply")
         try:
-            call = _read(wire.read_declare, context.params.instance)
+            call = read(wire.read_declare, context.params.instance)
             named = await self.connection.guest.run(self._service.declare, self._session, call)
         except KvError as error:
             return self.connection.refuse(reply, error)
@@ -154,7 +108,7 @@ class SessionServant(wire.SCHEMA.Session.Server):
         """See the schema."""
         reply = context.results.init("reply")
         try:
-            call = _read(wire.read_register, context.params.rank)
+            call = read(wire.read_register, context.params.rank)
             named = await self.connection.guest.run(self._service.register, self._session, call)
         except KvError as error:
             return self.connection.refuse(reply, error)
@@ -170,9 +124,7 @@ class SessionServant(wire.SCHEMA.Session.Server):
         """See the schema; answered without a hop."""
         reply = context.results.init("reply")
         try:
-            answer = self._service.query(
-                self._session, _read(wire.read_query, context.params.query)
-            )
+            answer = self._service.query(self._session, read(wire.read_query, context.params.query))
         except KvError as error:
             return self.connection.refuse(reply, error)
         ok = reply.init("ok")
@@ -187,7 +139,7 @@ class SessionServant(wire.SCHEMA.Session.Server):
         """See the schema."""
         reply = context.results.init("reply")
         try:
-            call = _read(wire.read_save, context.params.save)
+            call = read(wire.read_save, context.params.save)
             saved = await self.connection.guest.run(self._service.save, self._session, call)
         except KvError as error:
             return self.connection.refuse(reply, error)
@@ -202,7 +154,7 @@ class SessionServant(wire.SCHEMA.Session.Server):
         """See the schema."""
         reply = context.results.init("reply")
         try:
-            call = _read(wire.read_load, context.params.load)
+            call = read(wire.read_load, context.params.load)
             failed = await self.connection.guest.run(self._service.load, self._session, call)
         except KvError as error:
             return self.connection.refuse(reply, error)
@@ -213,7 +165,7 @@ class SessionServant(wire.SCHEMA.Session.Server):
     def release_context(self, context: Any) -> None:
         """See the schema; a malformed list is ignored: there is nobody to tell."""
         try:
-            self._service.release(self._session, _read(wire.read_requests, context.params.requests))
+            self._service.release(self._session, read(wire.read_requests, context.params.requests))
         except KvError as error:
             log.debug("call.refused", code=error.code, reason=str(error))
 
@@ -238,7 +190,7 @@ class SessionServant(wire.SCHEMA.Session.Server):
 class KvServant(wire.SCHEMA.Kv.Server):
     """The bootstrap capability of one connection."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: EngineConnection) -> None:
         self.connection = connection
 
     @at_once
@@ -249,7 +201,7 @@ class KvServant(wire.SCHEMA.Kv.Server):
         try:
             hello = context.params.hello
             _check_version(int(hello.protocol))
-            software = _read(
+            software = read(
                 lambda message: wire.text(message.software, "software", bytes_max=256, bytes_min=0),
                 hello,
             )
@@ -279,7 +231,7 @@ def _check_version(theirs: int) -> None:
         )
 
 
-def _open_session(connection: Connection, software: str) -> Session:
+def _open_session(connection: EngineConnection, software: str) -> Session:
     process = connection.open_process()
     try:
         return connection.service.hello(process, software)
@@ -289,108 +241,13 @@ def _open_session(connection: Connection, software: str) -> Session:
         raise
 
 
-class Listener:
-    """Accepts connections of this user's processes and serves each until it ends."""
+def opener(
+    service: Service, guest: Guest, facts: Facts, open_process: Callable[[int], Process]
+) -> Callable[[socket.socket], EngineConnection]:
+    """What makes a connection of this user's processes."""
 
-    def __init__(
-        self,
-        service: Service,
-        guest: Guest,
-        facts: Facts,
-        open_process: Callable[[int], Process],
-        *,
-        connections_max: int,
-    ) -> None:
-        self._service = service
-        self._guest = guest
-        self._facts = facts
-        self._open_process = open_process
-        self.connections_max = connections_max
-        self._tasks: set[asyncio.Task[None]] = set()
+    def open_connection(sock: socket.socket) -> EngineConnection:
+        held = functools.partial(watched, peer_pid(sock), open_process)
+        return EngineConnection(service, guest, facts, held)
 
-    async def run(self, listening: socket.socket) -> None:
-        """Accept until cancelled.
-
-        At the bound: further connections are closed at once. Out of descriptors: accepting pauses,
-        those who are connected are served on.
-        """
-        loop = asyncio.get_running_loop()
-        counters = self._service.store.cache.counters
-        is_full = is_failing = False  # said once, and again when things were better meanwhile
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listening)
-            except OSError as error:
-                counters.connection_refused_total += 1
-                if not is_failing:
-                    log.warning("accept.failed", reason=error.strerror)
-                is_failing = True
-                await asyncio.sleep(ACCEPT_BACKOFF_S)
-                continue
-            is_failing = False
-            was_full, is_full = is_full, len(self._tasks) >= self.connections_max
-            if not is_full:
-                self._spawn(self._serve(sock))
-                continue
-            sock.close()
-            counters.connection_refused_total += 1
-            if not was_full:
-                log.warning(
-                    "connection.refused",
-                    reason="too many connections",
-                    count_max=self.connections_max,
-                )
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """A connection is over; an error that nobody expected is a bug of ours."""
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, Exception):
-            self._guest.fail(error)
-
-    async def close(self) -> None:
-        """End all connections; calls in flight are cancelled."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _serve(self, sock: socket.socket) -> None:
-        try:
-            pid = peer_pid(sock)
-        except (KvError, OSError) as error:
-            self._service.store.cache.counters.connection_refused_total += 1
-            log.warning("connection.refused", reason=str(error))
-            sock.close()
-            return
-
-        open_process = functools.partial(watched, pid, self._open_process)
-        connection = Connection(self._service, self._guest, self._facts, open_process)
-        try:
-            stream = await _open_stream(sock)
-        except OSError as error:  # gone again
-            log.debug("connection.lost", reason=error.strerror)
-            sock.close()
-            return
-        server = None
-        try:
-            server = capnp.TwoPartyServer(
-                stream,
-                bootstrap=KvServant(connection),
-                traversal_limit_in_words=wire.MESSAGE_WORDS_MAX,
-            )
-            await server.on_disconnect()
-        except capnp.KjException as error:
-            log.warning("connection.broken", reason=_first_line(error.description))
-        except OSError as error:
-            log.warning("connection.broken", reason=error.strerror)
-        finally:
-            connection.close()
-            stream.close()
-            if server is not None:
-                server.close()
+    return open_connection

@@ -24,7 +24,7 @@ import structlog
 import trio
 
 from trikv import __version__, config
-from trikv.config import SettingError, Settings
+from trikv.config import Settings
 from trikv.core.cache import Cache
 from trikv.core.engines import Engines
 from trikv.core.errors import KvError
@@ -37,19 +37,22 @@ from trikv.core.windows import Windows
 from trikv.nursery.ceiling import CeilingTask, state_path
 from trikv.nursery.copiers import Copiers, PoolPlace
 from trikv.nursery.copying import Copying
-from trikv.nursery.guest import Guest, StuckError
-from trikv.nursery.http import HttpServer, listen, url_of
-from trikv.nursery.listening import AddressError, bind, connections_for
-from trikv.nursery.logs import set_up_logging
 from trikv.nursery.memories import Memories
-from trikv.nursery.metrics import Page
+from trikv.nursery.metrics import Families
 from trikv.nursery.quotas import read_rules, watch
 from trikv.nursery.recording import Recorder
-from trikv.nursery.rpc import Listener
+from trikv.nursery.rpc import opener
 from trikv.nursery.service import Service, digest, sweep
 from trikv.nursery.sessions import Sessions
 from trikv.nursery.status import Facts
 from trikv.nursery.store import Store
+from trikv.options import SettingError
+from trikv.process.accepting import Listener
+from trikv.process.guest import Guest, StuckError
+from trikv.process.http import HttpServer, listen, url_of
+from trikv.process.listening import AddressError, bind, connections_for
+from trikv.process.logs import set_up_logging
+from trikv.process.pages import Page
 from trikv.streams import Loop
 from trikv.tiers import pool as pools
 from trikv.tiers.freeze import FreezeGuard
@@ -193,7 +196,7 @@ async def run_trio(
         await back.start(daemon.service.sessions.run)
         await back.start(CeilingTask(daemon.service.store, daemon.places.windows).run)
         if daemon.places.http is not None:
-            page = Page(daemon.service, daemon.facts)
+            page = Page(Families(daemon.service, daemon.facts).read)
             server = HttpServer(page.render, lambda: daemon.facts.shown_state, daemon.places.http)
             await back.start(server.run)
         await back.start(
@@ -313,10 +316,9 @@ async def host(daemon: Daemon) -> None:
         daemon.places.http, daemon.places.windows = http, state_path(settings.state_dir, address)
         await guest.start(run_trio, daemon, closing)
         listener = Listener(
-            daemon.service,
+            opener(daemon.service, guest, daemon.facts, HeldProcess),
             guest,
-            daemon.facts,
-            HeldProcess,
+            daemon.service.store.cache.counters,
             connections_max=connections_max,
         )
         async with capnp.kj_loop():

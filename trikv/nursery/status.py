@@ -12,7 +12,7 @@ from trikv.core.ceiling import TIERS
 from trikv.core.counters import CallCounts
 from trikv.nursery.copiers import Copiers
 from trikv.nursery.service import Service
-from trikv.nursery.ticks import Ticks
+from trikv.process.ticks import Ticks
 from trikv.tiers.frames import Direction
 
 

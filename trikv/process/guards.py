@@ -25,7 +25,7 @@ def fatal(method: Callable[[Any, Any], Awaitable[None]]) -> Callable[[Any, Any],
             await method(servant, context)
             servant.connection.count(name)
         except (KvError, capnp.KjException) as error:
-            servant.connection.facts.calls.note(name, getattr(error, "code", BROKEN))
+            servant.connection.calls.note(name, getattr(error, "code", BROKEN))
             raise
         except Exception as error:
             servant.connection.guest.fail(error)
@@ -44,7 +44,7 @@ def at_once(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], Answered
             method(servant, context)
             servant.connection.count(name)
         except (KvError, capnp.KjException) as error:
-            servant.connection.facts.calls.note(name, getattr(error, "code", BROKEN))
+            servant.connection.calls.note(name, getattr(error, "code", BROKEN))
             raise
         except Exception as error:
             servant.connection.guest.fail(error)

@@ -32,7 +32,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route, Router
 
 from trikv import address as addresses
-from trikv.nursery.listening import AddressError
+from trikv.process.listening import AddressError
 
 log = structlog.get_logger()
 

@@ -10,10 +10,11 @@ import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from trikv.core.errors import ForbiddenError, OverloadedError
-from trikv.tiers.copies import Process
+
+Held = TypeVar("Held")
 
 TCP_ESTABLISHED: Final = "01"
 EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
@@ -44,7 +45,7 @@ def peer_pid(sock: socket.socket) -> int | None:
     return None
 
 
-def watched(pid: int | None, open_process: Callable[[int], Process]) -> Process | None:
+def watched(pid: int | None, open_process: Callable[[int], Held]) -> Held | None:
     """The process at the other end, held for a session; None over TCP.
 
     Raises:
