@@ -221,12 +221,12 @@ class Below:
             for disk, origin in self._open(space)
             if not self.lowers[disk].is_adopting
         ]
-        live = cache.live(chain)
+        live = cache.uses.live(chain)
         if not writable or len(live) == 0 or space not in cache.spaces:
             return (), False
         words, depths = cache.index.hashes_of(live), cache.blocks.depth[live]
         kin = {disk: self._kin(disk, origin, chain, words) for disk, origin in writable}
-        live, words, depths, is_below = self._unbroken(live, words, depths, kin)
+        live, words, depths, is_below = self._unbroken(live, words, depths, kin, writable)
         cache.blocks.below[live[is_below]] = True
         todo = np.flatnonzero(~is_below)
         block_bytes = cache.spaces[space].block_bytes
@@ -258,7 +258,7 @@ class Below:
         lower = self.lowers[part.disk]
         found = lower.complete_write(part.plan, is_written, sums, kin=part.kin)
         self.cache.blocks.below[part.entries[found]] = True
-        self.cache.unpin(part.entries)
+        self.cache.room.unpin(part.entries)
         rows = np.concatenate((part.kin, part.plan.entries[found]))
         part.chain.kin[part.disk] = rows, lower.blocks.generation[rows]
         return int(found.sum())
@@ -286,6 +286,7 @@ class Below:
         words: Words,
         depths: NDArray[np.int32],
         kin: dict[int, Entries],
+        writable: list[tuple[int, SpaceId]],
     ) -> tuple[Entries, Words, NDArray[np.int32], Bools]:
         """The pool's blocks up to the first position that neither pool nor a disk has.
 
@@ -295,11 +296,11 @@ class Below:
         held = np.unique(np.concatenate((depths, *below)))
         gaps = np.flatnonzero(held != np.arange(len(held)))
         end = gaps.item(0) if len(gaps) else len(held)
+        for disk, rows in kin.items():  # root first: none is used without its ancestors
+            kin[disk] = rows[self.lowers[disk].blocks.depth[rows] < end]
         keep = depths < end
         live, words, depths = live[keep], words[keep], depths[keep]
         is_below = np.zeros(len(live), np.bool_)
-        for disk, rows in kin.items():
-            lower = self.lowers[disk]
-            hashes = {row.tobytes() for row in lower.index.hashes_of(rows)}
-            is_below |= np.array([row.tobytes() in hashes for row in words], np.bool_)
+        for disk, origin in writable:
+            is_below |= self.lowers[disk].find(origin, words) >= 0
         return live, words, depths, is_below

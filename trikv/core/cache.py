@@ -12,7 +12,7 @@ import numpy.ma  # np.unique loads it when first used: 50 ms in the midst of a c
 from numpy.typing import NDArray
 
 from trikv.core.blocks import ABSENT, FILLING, SEALED, Blocks
-from trikv.core.chains import Chain, Chains
+from trikv.core.chains import Chains
 from trikv.core.counters import Counters
 from trikv.core.errors import BadRequestError
 from trikv.core.fills import Fills
@@ -61,7 +61,7 @@ class Cache:
         parts = (self.pages, self.blocks, self.index, self.counters)
         self.room = Room(*parts, maker=policy, tenants=tenants)
         self.recency = self.room.recency
-        self._uses = Uses(self.blocks, self.room)
+        self.uses = Uses(self.blocks, self.room)
         self.landings = Landings(self.pages, self.blocks, self.index, self.room)
         self.leases = Leases(
             limits.lease_s, limits.leases_max, int(capacity_bytes * limits.leased_fraction)
@@ -70,7 +70,7 @@ class Cache:
         self.spaces: dict[SpaceId, SpaceFacts] = {}
         self.transfers: set[TransferId] = set()
         self._orders = self.room.orders
-        self._fills = Fills(limits, *parts[:3], self.room, self._uses)
+        self._fills = Fills(limits, *parts[:3], self.room, self.uses)
         self._spills: Spills | None = None
         self._numbers = itertools.count(1)
 
@@ -129,7 +129,7 @@ class Cache:
         chain = self.chains.of(key.instance, key.request, key.space)
         asked_before, chain.asked_blocks = chain.asked_blocks, max(chain.asked_blocks, len(words))
         chain.put(0, hits, self.blocks.generation[rows])
-        self._uses.queried(facts.shape, chain, is_first=asked_before == 0)
+        self.uses.queried(facts.shape, chain, is_first=asked_before == 0)
         if self._spills is not None and len(hits) and asked_before == 0:
             self._spills.used(chain)
         lease = self._promise(key, facts, hits, now_s=now_s)
@@ -143,7 +143,7 @@ class Cache:
 
     def settle(self) -> None:
         """Note what queries have used; done before anything is saved, and thus before evictions."""
-        self._uses.settle()
+        self.uses.settle()
 
     def _promise(self, key: Key, facts: SpaceFacts, hits: Entries, *, now_s: float) -> Lease | None:
         old = self.leases.of_space(key.instance, key.request, key.space)
@@ -253,7 +253,7 @@ class Cache:
         entries = self.index.find(key.space, words)
         absent = np.flatnonzero(entries < 0)
         at_hand = entries[entries >= 0]
-        self._uses.saved(facts.shape, entries[max(0, chain.length - first) :])
+        self.uses.saved(facts.shape, entries[max(0, chain.length - first) :])
         reserved = self._fills.reserve(
             key.space, facts, chain, at_hand, words[absent], absent + first, now_s=now_s
         )
@@ -264,7 +264,7 @@ class Cache:
         self.blocks.claim(entries[mine], rank)
         chain.put(first, entries, self.blocks.generation[entries])
         if len(mine) == 0:
-            self._uses.touch(facts.shape, chain)
+            self.uses.touch(facts.shape, chain)
         refused = len(absent) - len(reserved)
         present = len(words) - refused - len(mine)
         self.counters.save_total += 1
@@ -296,7 +296,7 @@ class Cache:
             self._fills.bytes -= len(lost) * facts.block_bytes
             self.room.free(freed)
         self._fills.bytes -= len(sealed) * facts.block_bytes
-        self._uses.touch(facts.shape, plan.chain, sealed)
+        self.uses.touch(facts.shape, plan.chain, sealed)
         if self._spills is not None and len(sealed):
             self._spills.saved(plan.chain)
         self.counters.save_blocks_total += int(copied.sum())
@@ -345,16 +345,6 @@ class Cache:
         self.landings.end(landing, self.spaces[landing.space], rows, arrived)
         if landing.left == 0:
             self._end(landing.transfer)
-
-    # -- what disks need
-
-    def live(self, chain: Chain) -> Entries:
-        """The sealed blocks of a request, root first."""
-        return self._uses.live(chain)
-
-    def unpin(self, entries: Entries) -> None:
-        """One reader less of blocks of one space."""
-        self.room.unpin(entries)
 
     # -- facts
 

@@ -38,7 +38,6 @@ ORIGIN_BYTES: Final = 32
 ROWS_MAX: Final = 1 << 22
 EVICT_BATCH: Final = 64
 NOTED_MAX: Final = 1_024
-NOTHING_COUNTS: Final = 1 << 62
 
 Bools = NDArray[np.bool_]
 Int64s = NDArray[np.int64]
@@ -87,7 +86,7 @@ class Lower:
         fault: why nothing is read or written any more; empty while the disk is used.
         sequence: of each row: grows with each write, over restarts too.
         sums: of each row: what its bytes must add up to.
-        next_sequence: not used by any record yet.
+        next_sequence: not used by any record yet; higher than all that `adopt` may bring.
         wrong_blocks_total: read with an error or with wrong bytes.
         is_adopting: what the disk holds is not known in full yet: nothing is written.
 
@@ -96,7 +95,13 @@ class Lower:
     """
 
     def __init__(
-        self, region_count: int, region_bytes: int, *, slot_bytes_min: int, seed: int
+        self,
+        region_count: int,
+        region_bytes: int,
+        *,
+        slot_bytes_min: int,
+        first_sequence: int,
+        seed: int,
     ) -> None:
         capacity_bytes = region_count * region_bytes
         rows = min(ROWS_MAX, max(1, capacity_bytes // slot_bytes_min))
@@ -109,7 +114,7 @@ class Lower:
         self.recency = self._room.recency
         self.sequence = np.zeros(rows, np.int64)
         self.sums = np.zeros(rows, np.uint64)
-        self.next_sequence = 1
+        self.next_sequence = first_sequence
         self.wrong_blocks_total = 0
         self.is_adopting = True
         self._noted: deque[tuple[SpaceId, Entries, NDArray[np.uint32]]] = deque(maxlen=NOTED_MAX)
@@ -150,12 +155,11 @@ class Lower:
         mine = (self.blocks.space == origin) & ((states == FILLING) | (states == SEALED))
         entries = np.flatnonzero(mine).astype(np.int32)
         self._drop(entries)
-        self._floors[origin] = NOTHING_COUNTS if self.is_adopting else self.next_sequence
+        self._floors[origin] = self.next_sequence
         return len(entries)
 
     def floor(self, origin: SpaceId) -> int:
-        """Records of an origin with a lower sequence are dead; known once all is adopted."""
-        assert not self.is_adopting
+        """Records of an origin with a lower sequence are dead."""
         return self._floors.get(origin, 0)
 
     def withhold(self, fault: str) -> None:
@@ -275,8 +279,7 @@ class Lower:
             return 0  # their regions are free: they are cut anew in their turn
         self._room.open(shape)
         self._cut_for[found.cut] = shape
-        if len(found.sequences):
-            self.next_sequence = max(self.next_sequence, int(found.sequences.max()) + 1)
+        assert len(found.sequences) == 0 or found.sequences.max() < self.next_sequence
         origins, which = np.unique(found.origins, axis=0, return_inverse=True)
         which = which.reshape(-1)
         count = 0
@@ -308,11 +311,11 @@ class Lower:
         self.sums[entries] = found.sums[rows]
         return len(entries)
 
-    def adopted(self) -> tuple[Entries, Int64s]:
-        """The blocks that `adopt` has brought, and by what to sort them: least wanted first."""
+    def adopted(self) -> tuple[Entries, tuple[Int64s, Int64s]]:
+        """The blocks that `adopt` has brought, and keys for `lexsort`: least wanted first."""
         rows = np.flatnonzero(self.blocks.state == SEALED)
-        keys = (self.sequence[rows] << np.int64(24)) - self.blocks.depth[rows]
-        return rows.astype(np.int32), keys
+        depths = self.blocks.depth[rows].astype(np.int64)
+        return rows.astype(np.int32), (-depths, self.sequence[rows])
 
     def place(self, entries: Entries) -> None:
         """Give adopted blocks their places in the order of eviction, some at a time.
@@ -328,8 +331,6 @@ class Lower:
     def end_adopting(self) -> None:
         """All records have been adopted and placed: uses so far are made up for, writes begin."""
         self.is_adopting = False
-        for origin, floor in self._floors.items():
-            self._floors[origin] = min(floor, self.next_sequence)
         while self._noted:
             origin, entries, generations = self._noted.popleft()
             live = self.blocks.generation[entries] == generations

@@ -1,0 +1,82 @@
+"""The back end that works everywhere: a thread for each operation under way.
+
+Decided here: that an operation is one `preadv` or `pwritev` in a thread of Trio's cache. The calls
+release the GIL. A thread that hangs cannot be ended; it dies with the process.
+"""
+
+import ctypes
+import os
+from collections import deque
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import trio
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import outcome
+
+DEPTHS: Final = (4, 2)  # more threads made it slower where it was measured
+
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+for _function in (_LIBC.preadv64, _LIBC.pwritev64):
+    _function.restype = ctypes.c_ssize_t
+    _function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
+
+
+class ThreadQueue:
+    """Operations in threads; see `ring.Queue`."""
+
+    name = "threads"
+    depths = DEPTHS
+
+    def __init__(self, fd: int) -> None:
+        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._fd = fd
+        self._taken: list[tuple[int, partial[int]]] = []
+        self._ended: deque[tuple[int, int]] = deque()
+        self._under_way = 0
+        self._is_closed = False
+
+    def push(self, ticket: int, offset: int, pieces: NDArray[np.uint64], *, is_write: bool) -> None:
+        """Take an operation."""
+        self._taken.append((ticket, partial(move, self._fd, offset, pieces, is_write=is_write)))
+
+    def cancel(self, ticket: int) -> None:
+        """A system call in a thread cannot be called back."""
+
+    def submit(self) -> None:
+        """Give each operation to a thread."""
+        for ticket, call in self._taken:
+            self._under_way += 1
+            trio.lowlevel.start_thread_soon(call, partial(self._has_ended, ticket), "trikv disk")
+        self._taken.clear()
+
+    def reap(self) -> list[tuple[int, int]]:
+        """What the threads have come to."""
+        ended = []
+        with suppress(IndexError):
+            while True:
+                ended.append(self._ended.popleft())
+        self._under_way -= len(ended)
+        return ended
+
+    def close(self) -> None:
+        """Close the event's descriptor, unless a hung thread may still write to it."""
+        self._is_closed = True
+        if self._under_way == 0:
+            os.close(self.event_fd)
+
+    def _has_ended(self, ticket: int, result: "outcome.Outcome[int]") -> None:
+        """In the thread."""
+        self._ended.append((ticket, result.unwrap()))
+        os.eventfd_write(self.event_fd, 1)
+
+
+def move(fd: int, offset: int, pieces: NDArray[np.uint64], *, is_write: bool) -> int:
+    """Bytes moved or, negative, the errno; releases the GIL."""
+    function = _LIBC.pwritev64 if is_write else _LIBC.preadv64
+    got: int = function(fd, pieces.ctypes.data, len(pieces), offset)
+    return got if got >= 0 else -ctypes.get_errno()
