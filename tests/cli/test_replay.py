@@ -14,7 +14,7 @@ from trikv.cli import main as command
 from trikv.cli.made import KINDS, make_trace
 from trikv.cli.rerun import Case, Service, run
 from trikv.cli.traces import Trace, TraceError, ceiling, from_lists, interleave, read_trace
-from trikv.core import room
+from trikv.core import lower, room
 from trikv.core.policies import MAKERS
 
 
@@ -119,6 +119,39 @@ def test_stored_once_a_rank_is_a_cache_of_an_eighth() -> None:
     assert each.hits.tolist() == once.hits.tolist()
 
 
+@pytest.mark.parametrize("through", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_disk_for_all_blocks_brings_a_small_pool_to_the_ceiling(
+    seed: int, *, through: bool
+) -> None:
+    trace = small_trace(seed)
+    blocks = max(40, trace.distinct // 10)  # the longest request fits
+    outcome = run(
+        trace,
+        Case(blocks, "leaf-first-lru", ssd_blocks=trace.distinct, write_through=through),
+    )
+    assert outcome.hits.sum() / trace.asked == ceiling(trace)
+    alone = run(trace, Case(blocks, "leaf-first-lru"))
+    assert outcome.hits.sum() > alone.hits.sum()
+    assert 0 < outcome.ssd_hits.sum() <= outcome.read
+    assert (outcome.ssd_hits <= outcome.hits).all()
+    assert outcome.written <= trace.distinct
+    assert outcome.written == trace.distinct or not through
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pool_and_disk_find_what_a_pool_of_the_disks_size_finds(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "EVICT_BATCH", 1)
+    monkeypatch.setattr(lower, "EVICT_BATCH", 1)
+    trace = small_trace(seed)
+    blocks, ssd_blocks = max(40, trace.distinct // 10), trace.distinct // 3
+    case = Case(blocks, "leaf-first-lru", ssd_blocks=ssd_blocks, write_through=True)
+    model = sum(lru_hits(trace, ssd_blocks, leaf_first=True))
+    assert abs(int(run(trace, case).hits.sum()) - model) <= 0.02 * model
+
+
 def test_sessions_stay_with_their_engine() -> None:
     trace = small_trace(8)
     case = Case(trace.distinct, "leaf-first-lru", engines=7, pools=7, by_session=True)
@@ -135,7 +168,11 @@ def test_sessions_stay_with_their_engine() -> None:
 def test_the_service_model() -> None:
     trace = from_lists("t", 10, ids=[[1, 2, 3]], at_s=[0.0], session=[0], input_tokens=[34])
     service = Service(prefill_tokens_s=100, load_bytes_s=1000, token_bytes=5, fixed_s=1.0)
-    assert service.times_s(trace, np.array([2])) == pytest.approx([0.14 + 0.1 + 1.0])
+    none = np.array([0])
+    assert service.times_s(trace, np.array([2]), none) == pytest.approx([0.14 + 0.1 + 1.0])
+    service = Service(100, 1000, token_bytes=5, ssd_bytes_s=100)
+    times_s = service.times_s(trace, np.array([2]), np.array([1]))
+    assert times_s == pytest.approx([0.14 + 0.1 + trace.block_tokens * 5 / 100])
 
 
 # -- traces

@@ -35,4 +35,6 @@ def _name(row: Row) -> str:
         parts.append("shared" if row["pools"] == 1 else f"{row['pools']} pools")
     if row["ranks"] > 1:
         parts.append(f"{row['ranks']} copies")
+    if row["ssd_blocks"]:
+        parts.append(f"disk {row['ssd_blocks']} blocks")
     return ", ".join(parts)

@@ -5,6 +5,7 @@ replayed, nor how a file is read.
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -51,6 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="of all pools together: shares of the distinct blocks (10%%), blocks "
         f"(5000) or sizes (30gb) [{CAPACITIES.replace('%', '%%')}]",
+    )
+    parser.add_argument(
+        "--ssd",
+        default="0",
+        metavar="LIST",
+        help="of the disks below all pools together, spelled as --capacity; 0: none [0]",
+    )
+    parser.add_argument(
+        "--ssd-write-through",
+        action="store_true",
+        help="disks get every block, not only those that are used again or would be evicted",
     )
     parser.add_argument(
         "--policy",
@@ -113,6 +125,13 @@ def _add_service(parser: argparse.ArgumentParser) -> None:
         help="bytes a second that it loads [25gb]",
     )
     parser.add_argument(
+        "--ssd-read",
+        type=read_bytes,
+        default="2.5gb",
+        metavar="SIZE",
+        help="bytes a second that a disk reads [2.5gb]",
+    )
+    parser.add_argument(
         "--token-size",
         type=read_bytes,
         default="128kb",
@@ -156,17 +175,31 @@ def _jobs(name: str, given: argparse.Namespace) -> Iterator[_Job]:
         raise TraceError(f"{name}: nothing is asked for")
     if given.interleave:
         trace = interleave(trace, given.interleave)
-    service = Service(given.prefill, given.load, given.token_size)
+    service = Service(given.prefill, given.load, given.token_size, given.ssd_read)
     top, distinct = ceiling(trace), trace.distinct
-    for blocks in _capacities(given.capacity, distinct, given.token_size * trace.block_tokens):
+    sizes = distinct, given.token_size * trace.block_tokens
+    pairs = itertools.product(
+        _capacities("--capacity", given.capacity, 1, *sizes),
+        _capacities("--ssd", given.ssd, 0, *sizes),
+    )
+    for blocks, ssd_blocks in pairs:
         for pools in _words(given.pools, {"shared": 1, "private": given.engines}, "--pools"):
             for ranks in _words(given.ranks, {str(one): one for one in range(1, 65)}, "--ranks"):
                 for policy in _words(given.policy, {one: one for one in MAKERS}, "--policy"):
-                    case = Case(blocks, policy, given.engines, pools, ranks, given.by_session)
+                    case = Case(
+                        blocks,
+                        policy,
+                        given.engines,
+                        pools,
+                        ranks,
+                        by_session=given.by_session,
+                        ssd_blocks=ssd_blocks,
+                        write_through=given.ssd_write_through,
+                    )
                     yield _Job(trace, case, top, distinct, service)
 
 
-def _capacities(text: str, distinct: int, block_bytes: int) -> list[int]:
+def _capacities(option: str, text: str, least: int, distinct: int, block_bytes: int) -> list[int]:
     found = []
     for word in text.split(","):
         try:
@@ -177,8 +210,8 @@ def _capacities(text: str, distinct: int, block_bytes: int) -> list[int]:
             else:
                 found.append(read_bytes(word) // block_bytes)
         except ValueError:
-            raise TraceError(f"--capacity {word}: expected 10%, 5000 or 30gb") from None
-    return [max(1, blocks) for blocks in found]
+            raise TraceError(f"{option} {word}: expected 10%, 5000 or 30gb") from None
+    return [max(least, blocks) for blocks in found]
 
 
 def _words(text: str, known: dict[str, Any], option: str) -> list[Any]:
@@ -206,8 +239,9 @@ def _run(job: _Job) -> Row:
 def _row(job: _Job, outcome: Outcome) -> Row:
     trace, case = job.trace, job.case
     asks = ~trace.is_save
-    times_s = job.service.times_s(trace, outcome.hits)[asks]
-    cold_s = job.service.times_s(trace, np.zeros_like(outcome.hits))[asks]
+    none = np.zeros_like(outcome.hits)
+    times_s = job.service.times_s(trace, outcome.hits, outcome.ssd_hits)[asks]
+    cold_s = job.service.times_s(trace, none, none)[asks]
     return {
         "trace": trace.name,
         "requests": int(asks.sum()),
@@ -216,11 +250,15 @@ def _row(job: _Job, outcome: Outcome) -> Row:
         "ceiling": round(job.ceiling, 6),
         "capacity_blocks": outcome.blocks,
         "capacity_share": round(case.blocks / job.distinct, 4),
+        "ssd_blocks": outcome.ssd_blocks,
         "policy": case.policy,
         "engines": case.engines,
         "pools": case.pools,
         "ranks": case.ranks,
         "hit_rate": round(int(outcome.hits.sum()) / trace.asked, 6),
+        "ssd_hit_rate": round(int(outcome.ssd_hits.sum()) / trace.asked, 6),
+        "ssd_written": outcome.written,
+        "ssd_read": outcome.read,
         "ttft_mean_s": round(float(times_s.mean()), 5),
         "ttft_p50_s": round(float(np.median(times_s)), 5),
         "ttft_p99_s": round(float(np.quantile(times_s, 0.99)), 5),
@@ -255,6 +293,11 @@ def render(rows: Iterable[Row]) -> list[str]:
             f"{row['ranks']:<6}{row['policy']:<15}{row['hit_rate']:>9.4f}{of_ceiling:>11.1%}"
             f"{row['ttft_mean_s'] * 1e3:>9.0f}"
         )
+        if row["ssd_blocks"]:
+            lines.append(
+                f"{'':>8} {row['ssd_blocks']:>9}  on disk: {row['ssd_hit_rate']:.4f} of the blocks "
+                f"came from it; wrote {row['ssd_written']}, read {row['ssd_read']}"
+            )
     return lines
 
 
