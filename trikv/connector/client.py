@@ -45,7 +45,8 @@ ATTACH_S: Final = 30.0
 CALL_S: Final = 2.0
 CLOSE_S: Final = 2.0
 BACKOFF_S_MIN: Final = 0.1
-BACKOFF_S_MAX: Final = 5.0
+BACKOFF_S_MAX: Final = 1.0  # looking costs 50 us, and a daemon that starts again has blocks at once
+REFUSED_S: Final = 5.0
 RETRY_S_MIN: Final = 0.02
 RETRY_S_MAX: Final = 1.0
 STRIKES_MAX: Final = 3
@@ -298,7 +299,7 @@ class Client:
                     f"TriKV: {link.where} cannot be offered this process's memory: that takes a"
                     " unix socket of a daemon on the same machine; nothing is cached",
                 )
-                await asyncio.sleep(BACKOFF_S_MAX)
+                await asyncio.sleep(REFUSED_S)
                 return None
             if link.peer is not None and link.peer.pid > 0:
                 peers.allow_tracing(link.peer.pid)
@@ -312,7 +313,7 @@ class Client:
             if not isinstance(outcome, RefusedError):
                 return None
             if outcome.code not in RETRIED:
-                await asyncio.sleep(BACKOFF_S_MAX)
+                await asyncio.sleep(REFUSED_S)
                 return None
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, RETRY_S_MAX)

@@ -38,6 +38,7 @@ FOLDER_MODE: Final = 0o700
 FILE_MODE: Final = 0o600
 LOCK_S: Final = 30.0
 LOCK_STEP_S: Final = 0.02
+STAT_UNIT: Final = 512
 
 
 class KeptError(Exception):
@@ -203,9 +204,14 @@ def _ledger(fd: int, measures: _Measures) -> Ledger:
 def _allocate(fd: int, size_bytes: int) -> None:
     """Have all memory now.
 
+    What is all there is left alone: to be told so page by page takes seconds for a large pool.
+
     Raises:
         OSError: there is not so much.
     """
+    facts = os.fstat(fd)
+    if facts.st_size == size_bytes and facts.st_blocks * STAT_UNIT >= size_bytes:
+        return
     try:
         os.posix_fallocate(fd, 0, size_bytes)
     except OSError as error:
