@@ -14,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from trikv.core.below import Below, ReadPart, SpillPart
 from trikv.core.blocks import ABSENT, SEALED
 from trikv.core.cache import Cache
-from trikv.core.lower import Found, Lower
+from trikv.core.lower import Lower, parts_of
 from trikv.core.plans import Key, Limits
+from trikv.core.slots import Recovered
 from trikv.core.spills import Budget, Spills
 from trikv.core.words import Entries, InstanceName, RequestId, SpaceId
 
@@ -101,26 +102,25 @@ class BelowMachine(RuleBasedStateMachine):
             if medium.headers[place[0]] == (record[3], record[4])
             and record[2] >= medium.voids.get(record[0], 0)
         ]
-        by_pages: dict[tuple[int, ...], list[int]] = {}
-        for region, (pages, _) in medium.headers.items():
-            by_pages.setdefault(pages, []).append(region)
-        batches = [(pages, cut) for pages, regions in by_pages.items() for cut in regions]
-        self.rng.shuffle(batches)
-        for pages, cut in batches:
-            mine = [(place, one) for place, one in valid if place[0] == cut]
-            self.rng.shuffle(mine)
-            found = Found(
-                pages,
-                np.array([cut], np.int64),
-                np.array([place[0] for place, _ in mine], np.int64),
-                np.array([place[1] for place, _ in mine], np.int64),
-                np.array([list(one[0]) for _, one in mine], np.uint8).reshape(-1, 32),
-                words([one[1] for _, one in mine]),
-                np.array([one[5] for _, one in mine], np.int32),
-                np.array([one[2] for _, one in mine], np.int64),
-                np.array([one[6] for _, one in mine], np.uint64),
-            )
-            lower.adopt(found)
+        headers = list(medium.headers.items())
+        self.rng.shuffle(headers)
+        self.rng.shuffle(valid)
+        cut = [region for region, _ in headers]
+        found = Recovered(
+            np.array(cut, np.int64),
+            np.array([sum(pages) for _, (pages, _) in headers], np.int64),
+            tuple(pages for _, (pages, _) in headers),
+            np.array([place[0] for place, _ in valid], np.int64),
+            np.array([place[1] for place, _ in valid], np.int64),
+            np.array([list(one[0]) for _, one in valid], np.uint8).reshape(-1, 32),
+            words([one[1] for _, one in valid]),
+            np.array([one[5] for _, one in valid], np.int32),
+            np.array([one[2] for _, one in valid], np.int64),
+            np.array([one[6] for _, one in valid], np.uint64),
+            np.zeros(len(valid), np.int64),
+        )
+        for part in parts_of(found, self.rng.choice([1, 5, 100])):
+            lower.adopt(part)
         entries, keys = lower.adopted()
         lower.place(entries[np.lexsort(keys)])
         lower.end_adopting()
@@ -340,7 +340,7 @@ class BelowMachine(RuleBasedStateMachine):
         origin = self.below.drop_space(old)
         for lower, medium in zip(self.lowers, self.mediums, strict=True):
             number = lower._origins[origin]
-            medium.voids[origin] = lower.floor(number)
+            medium.voids[origin] = lower.floor(origin)
             assert (lower.find(number, words(list(range(64)))) < 0).all()
         self.epochs[space] += 1
         self.number[space] = SpaceId(10 * self.epochs[space] + space)

@@ -21,6 +21,7 @@ PROBE_FIELD = "hash_probe"
 LABEL_FIELD = "label"
 TENANT_FIELD = "tenant"
 NAMESPACES_MAX = 1_024
+ORIGIN_BYTES = 32
 
 
 def fingerprint(fields: Fields, ranks: tuple[tuple[Geometry, ...], ...]) -> bytes:
@@ -55,6 +56,11 @@ def fingerprint(fields: Fields, ranks: tuple[tuple[Geometry, ...], ...]) -> byte
                 geometry.layout,
             )
     return digest.digest()
+
+
+def origin_of(fingerprint: bytes, group: int) -> bytes:
+    """What the blocks of one cache group are called outside this process: 32 bytes."""
+    return (fingerprint + group.to_bytes(4, "little")).ljust(ORIGIN_BYTES, b"\0")
 
 
 def _add(digest: "hashlib.blake2b", *parts: str) -> None:
