@@ -73,9 +73,7 @@ class BelowMachine(RuleBasedStateMachine):
         limits = Limits(lease_s=LEASE_S, filling_fraction=0.9, filling_fraction_many_ranks=0.9)
         self.cache = Cache(2 * SLAB, SLAB, entries_max=64, seed=1, limits=limits)
         self.lowers = [
-            Lower(
-                REGIONS, REGION, slot_bytes_min=PAGE, first_sequence=self.openings << 40, seed=2
-            )
+            Lower(REGIONS, REGION, slot_bytes_min=PAGE, first_sequence=self.openings << 40, seed=2)
             for _ in self.mediums
         ]
         spills = Spills(Budget(None), write_through=self.through)
@@ -285,9 +283,7 @@ class BelowMachine(RuleBasedStateMachine):
         written = np.array([not failed >> at & 1 for at in range(len(part.entries))], np.bool_)
         sums = np.zeros(len(part.entries), np.uint64)
         offsets = part.offsets.T // PAGE
-        for at, place in enumerate(
-            zip(plan.regions.tolist(), plan.slots.tolist(), strict=True)
-        ):
+        for at, place in enumerate(zip(plan.regions.tolist(), plan.slots.tolist(), strict=True)):
             units = [
                 first + unit
                 for first, count in zip(offsets[at].tolist(), PAGES[space], strict=True)
@@ -439,7 +435,9 @@ def walk(machine: BelowMachine, seed: int, steps: int) -> None:
 
     for _ in range(steps):
         which = rng.randrange(100)
-        what = rng.choice("save save ask ask ask read read read spill spill write write well".split())
+        what = rng.choice(
+            "save save ask ask ask read read read spill spill write write well".split()
+        )
         if what in {"save", "ask"}:
             one = who()
             if rng.random() < 0.8:

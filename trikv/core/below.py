@@ -138,6 +138,10 @@ class Below:
         self.voids.append(origin)
         return origin
 
+    def origin(self, space: SpaceId) -> bytes:
+        """What a space's blocks are called on the disks."""
+        return self._origins[space][0]
+
     def floor(self, disk: int, origin: bytes) -> int:
         """Records of an origin with a lower sequence are dead on a disk."""
         return self.lowers[disk].floor(origin)

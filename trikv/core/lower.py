@@ -88,7 +88,7 @@ class Lower:
         *,
         slot_bytes_min: int = SLOT_BYTES_MIN,
         first_sequence: int,
-        seed: int,
+        seed: int = 0,
     ) -> None:
         capacity_bytes = region_count * region_bytes
         rows = min(ROWS_MAX, max(1, capacity_bytes // slot_bytes_min))
