@@ -125,7 +125,7 @@ class BelowMachine(RuleBasedStateMachine):
         kept: dict[tuple[bytes, int], int] = {}
         for _, one in valid:
             kept[one[0], one[1]] = max(one[2], kept.get((one[0], one[1]), 0))
-        assert {key for key in self.on_disk(lower)} == set(kept)
+        assert self.on_disk(lower) == set(kept)
         for row in np.flatnonzero(lower.blocks.state == SEALED).tolist():
             assert lower.sequence[row] == kept[self.name(lower, row)]
 
@@ -359,7 +359,7 @@ class BelowMachine(RuleBasedStateMachine):
         blocks = self.cache.blocks
         blocks.check()
         for space in self.spaces:
-            nodes = [node for node in range(256)]
+            nodes = list(range(256))
             found = self.in_pool(space, nodes)
             at = np.flatnonzero(found >= 0)
             for node, units in zip(at.tolist(), self.units(found[at], space), strict=True):
@@ -420,7 +420,10 @@ TestBelow = BelowMachine.TestCase
 TestStrict = StrictMachine.TestCase
 
 
-def walk(machine: BelowMachine, seed: int, steps: int) -> None:
+OPERATIONS = [*["save"] * 2, *["ask"] * 3, *["read"] * 3, *["spill", "write"] * 2, "well"]
+
+
+def walk(machine: BelowMachine, seed: int, steps: int) -> None:  # noqa: C901, PLR0912  # a mix
     """A long history in which much is fetched, written and evicted, as a busy host has it."""
     rng = random.Random(seed)
     nodes = [*range(1, 16), 31, 47, 63, 127, 255]
@@ -435,9 +438,7 @@ def walk(machine: BelowMachine, seed: int, steps: int) -> None:
 
     for _ in range(steps):
         which = rng.randrange(100)
-        what = rng.choice(
-            "save save ask ask ask read read read spill spill write write well".split()
-        )
+        what = rng.choice(OPERATIONS)
         if what in {"save", "ask"}:
             one = who()
             if rng.random() < 0.8:

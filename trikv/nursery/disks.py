@@ -255,4 +255,4 @@ class DiskTier:
             await self.disk.close()
         except DiskFailedError as error:
             self.check()
-            log.error("disk.unclean", path=self.disk.path, reason=str(error))
+            log.warning("disk.unclean", path=self.disk.path, reason=str(error))

@@ -1,7 +1,7 @@
 """What lies below the pool, put together: disks, reads, writes, and their order at start and end.
 
-Decided here: which disks a daemon must have to start (all that are not broken), and that a clean end
-writes what is worth keeping before it closes them. This file does not know what a disk does.
+Decided here: without which disks a daemon does not start, and that a clean end writes what is worth
+keeping before it closes them. This file does not know what a disk does.
 """
 
 from collections.abc import AsyncIterator
@@ -174,7 +174,7 @@ async def open_disks(plan: DiskPlan, tiers: Tiers, pool_address: int) -> AsyncIt
                 if not isinstance(error, DiskFailedError):
                     raise
                 tiers.broken[path] = str(error)
-                log.error("disk.failed", path=path, reason=str(error))
+                log.warning("disk.failed", path=path, reason=str(error))
             else:
                 tier = DiskTier(disk, tiers.below, pool_address, plan.capacity_bytes)
                 tiers.disks.append(tier)
