@@ -34,14 +34,8 @@ def read_settings(extra: Mapping[str, Any] | None) -> ConnectorSettings:
         for key, value in (extra or {}).items()
         if str(key).startswith(PREFIX)
     }
-    known = {
-        "address",
-        "tenant",
-        "weights_epoch",
-        "query_timeout_ms",
-        "save_timeout_ms",
-        "load_wait_ms",
-    }
+    texts = {"address", "tenant", "weights_epoch"}
+    known = texts | {"query_timeout_ms", "load_wait_ms", "save_timeout_ms"}
     for name in given.keys() - known:
         raise ValueError(f"kv_connector_extra_config: {PREFIX}{name} is unknown")
     for name in given.keys() & texts:
