@@ -185,7 +185,7 @@ def test_a_hang_is_told_to_everybody_once() -> None:
             async with trio.open_nursery() as nursery:
                 for caller in callers:
                     nursery.start_soon(caller.run, ring)
-                await settle()
+                    await settle()  # in this order
                 queue.end(1)
                 begin_s = trio.current_time()
             assert IO_S_MAX <= trio.current_time() - begin_s <= 1.5 * IO_S_MAX
