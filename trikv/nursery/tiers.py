@@ -16,6 +16,7 @@ from trikv.config import Settings
 from trikv.core.below import Below
 from trikv.core.cache import Cache
 from trikv.core.calls import Query
+from trikv.core.errors import BadRequestError
 from trikv.core.spills import Budget, Spills
 from trikv.core.superblock import UnusableDiskError
 from trikv.core.words import InstanceName, RequestId
@@ -166,8 +167,11 @@ async def open_disks(plan: DiskPlan, tiers: Tiers, pool_address: int) -> AsyncIt
             try:
                 opened = open_disk(path, plan.capacity_bytes, ring=plan.ring)
                 disk = await stack.enter_async_context(opened)
-            except (UnusableDiskError, DiskFailedError, ExceptionGroup) as raised:
+            except (BadRequestError, UnusableDiskError, DiskFailedError, ExceptionGroup) as raised:
                 error = _first(raised)
+                if isinstance(error, BadRequestError):
+                    refusal = f"--ssd-ring: {error}"
+                    break
                 if isinstance(error, UnusableDiskError):
                     refusal = f"--ssd-cache-path {path}: {error}"
                     break
