@@ -1,6 +1,8 @@
 """A daemon with disks, and a prompt that is saved, asked for and loaded through it."""
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +98,69 @@ async def quiet(daemon: RunningDaemon, what: Any = lambda facts: True) -> dict[s
 
 def engine_options(**more: Any) -> dict[str, Any]:
     return {"page_bytes": PAGE, "block_count": 2 * BLOCKS} | more
+
+
+class Faults:
+    """What is wrong with the disks of a daemon that runs `before`; changed by writing a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "fault"
+
+    @property
+    def before(self) -> str:
+        """Python that makes operations of the thread ring go wrong as the file says."""
+        return f"""
+import errno, fcntl, os, time
+from trikv.tiers import ring, threads
+ring.open_ring.__wrapped__.__kwdefaults__["io_s_max"] = 2.0
+real = threads.move
+def move(fd, offset, pieces, *, is_write):
+    try:
+        words = open({str(self._file)!r}).read().split()
+    except OSError:
+        words = []
+    place = os.readlink(f"/proc/self/fd/{{fd}}")
+    if len(words) > 1 and words[1] not in place:
+        words = []
+    what = words[0] if words else ""
+    if what == "hang":
+        time.sleep(600)
+    if what == "slow" and is_write:
+        time.sleep(0.2)
+    if what == "full" and is_write:
+        return -errno.ENOSPC
+    if what == "read-only" and is_write:
+        return -errno.EROFS
+    if what == "eio" or what == "eio-read" and not is_write:
+        return -errno.EIO
+    return real(fd, offset, pieces, is_write=is_write)
+threads.move = move
+"""
+
+    def set(self, what: str, disk: str = "") -> None:
+        part = self._file.with_suffix(".part")
+        part.write_text(f"{what} {disk}")
+        part.replace(self._file)
+
+
+def flip(path: Path, count: int) -> int:
+    """Turn one bit in each of the last `count` blocks' worth of what is not zero; how many."""
+    flipped = 0
+    with path.open("r+b") as file:
+        size = path.stat().st_size
+        for at in range(size // PAGE * PAGE - PAGE, 1 << 20, -PAGE):
+            file.seek(at)
+            found = file.read(1)
+            if found and found != b"\0" and flipped < count:
+                file.seek(at)
+                file.write(bytes([found[0] ^ 1]))
+                flipped += 1
+    return flipped
+
+
+def shown(daemon: RunningDaemon) -> list[str]:
+    """What `trikv status` prints, at most 80 columns."""
+    command = [sys.executable, "-m", "trikv.cli.main", "status", "--addr", daemon.address]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert max(len(line) for line in lines[1:]) <= 80
+    return lines
