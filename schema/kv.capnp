@@ -179,6 +179,9 @@ struct Query {
   group @1 :UInt16;
   hashBytes @2 :UInt8;
   hashes @3 :Data;                  # the whole prompt's full blocks, from its first token; at most 65,536
+  waitSeconds @4 :Float32;
+  # Answer when the blocks that are coming are there, when waiting pays no more, or after this time, at
+  # most 60; 0: at once. Others are served meanwhile; a call that waits is a call in flight.
 }
 
 struct QueryReply {
@@ -188,6 +191,9 @@ struct QueryReply {
       hitCount @1 :UInt32;          # leading blocks that can be loaded now
       lease @2 :UInt64;             # 0 when hitCount is 0
       leaseSeconds @3 :Float32;     # from now; renewed by asking again
+      comingCount @4 :UInt32;       # blocks behind these that are on their way from a disk: ask again,
+                                    # with `waitSeconds`; no promise
+      comingSeconds @5 :Float32;    # an estimate of how long they take
     }
   }
 }
@@ -261,6 +267,7 @@ struct Status {
   curve @13 :List(CurvePoint);      # by capacity; empty before the first query. Old queries fade by the hour
   shadows @14 :List(ShadowStatus);  # what each order of eviction would have given, on a sample
   tenants @15 :List(TenantStatus);  # with quotas: those that have blocks
+  disks @16 :List(DiskStatus);      # with SSDs: all that were set
 }
 
 struct WindowStatus {
@@ -292,6 +299,21 @@ struct TenantStatus {
   usedBytes @1 :UInt64;             # pages of its sealed blocks
   floorBytes @2 :UInt64;            # what others' needs leave it
   shareBytes @3 :UInt64;            # with more it gives first
+}
+
+struct DiskStatus {
+  path @0 :Text;
+  ring @1 :Text;                    # what carries out its operations
+  state @2 :Text;                   # serving, scanning, or off: why
+  capacityBytes @3 :UInt64;
+  usedBytes @4 :UInt64;             # slots of blocks that can be read
+  blockCount @5 :UInt64;
+  foundCount @6 :UInt64;            # blocks that were there at the start
+  writtenBytes @7 :UInt64;          # since the start
+  readBytes @8 :UInt64;
+  wrongCount @9 :UInt64;            # blocks that could not be read, or were not what was written
+  errorCount @10 :UInt64;           # operations that failed
+  waitingCount @11 :UInt64;         # requests whose blocks wait to be written, to any disk
 }
 
 struct CurvePoint {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from trikv import options
-from trikv.options import Option, choice, number, read_bool, read_durations, size
+from trikv.options import Option, choice, number, read_bool, read_durations, read_paths, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,11 @@ class Settings:
     eviction_policy: str
     enable_lfu_admission: bool
     quota_file: str | None
+    ssd_cache_path: tuple[str, ...]
+    ssd_cache_capacity: int | None
+    ssd_write_through: bool
+    ssd_write_budget: int | None
+    ssd_ring: str
     record_trace: str | None
     trace_block_tokens: int
     copy_threads: int
@@ -108,6 +113,38 @@ OPTIONS: Final = (
         str,
         None,
         "TOML file with floor and share of the pool by tenant; read again when it changes",
+    ),
+    Option(
+        "ssd-cache-path",
+        read_paths,
+        (),
+        "folder, file or device for blocks that the pool has no room for, found again after a "
+        "restart; repeatable, one for each disk",
+    ),
+    Option(
+        "ssd-cache-capacity",
+        size(8 << 20),
+        None,
+        "hard limit of each --ssd-cache-path, e.g. 500gb; must stay the same while blocks are kept",
+    ),
+    Option(
+        "ssd-write-through",
+        read_bool,
+        default=False,
+        help="write each block at once, not only when it is used again or before it is evicted",
+    ),
+    Option(
+        "ssd-write-budget",
+        size(1 << 20),
+        None,
+        "bytes that may be written a day, to all disks together, e.g. 2tb; an eighth of it at "
+        "once; default: no limit",
+    ),
+    Option(
+        "ssd-ring",
+        choice("auto", "liburing", "uring", "threads"),
+        "auto",
+        "how disks are driven: liburing, uring (our own), threads, or auto: the best that works",
     ),
     Option(
         "record-trace",

@@ -21,6 +21,7 @@ UNITS: Final = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb"
 
 SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 DURATIONS_MAX: Final = 6
+PATHS_MAX: Final = 16
 
 
 class SettingError(ValueError):
@@ -110,6 +111,18 @@ def read_durations(text: str) -> tuple[float, ...]:
     return tuple(sorted(seconds))
 
 
+def read_paths(text: str) -> tuple[str, ...]:
+    """Read `/mnt/a,/mnt/b`; as a flag it may also be given several times.
+
+    Raises:
+        ValueError: none, too many, or one twice.
+    """
+    paths = tuple(path.strip() for path in text.split(","))
+    if not all(paths) or len(set(paths)) < len(paths) or len(paths) > PATHS_MAX:
+        raise ValueError(f"expected 1 to {PATHS_MAX} different paths, separated by commas")
+    return paths
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One setting."""
@@ -160,7 +173,8 @@ def parser(program: str, description: str, options: Sequence[Option]) -> argpars
                 f"--{option.name}", nargs="?", const="true", metavar="true|false", help=shown
             )
         else:
-            made.add_argument(f"--{option.name}", metavar="VALUE", help=shown)
+            action = "append" if option.read is read_paths else "store"
+            made.add_argument(f"--{option.name}", metavar="VALUE", action=action, help=shown)
     return made
 
 
@@ -175,7 +189,10 @@ def load(
     Raises:
         SettingError: the message is one line and names the setting and where it came from.
     """
-    given = vars(made.parse_args(arguments))
+    given = {
+        name: ",".join(value) if isinstance(value, list) else value
+        for name, value in vars(made.parse_args(arguments)).items()
+    }
     variable = f"{options[0].prefix}CONFIG"
     path = given["config"] or environ.get(variable)
     source = "--config" if given["config"] else variable
@@ -208,7 +225,9 @@ def _read_file(path: str, source: str, known: set[str]) -> dict[str, str]:
     for name, value in table.items():
         if name not in known:
             raise SettingError(f"{path}: unknown setting {name!r}")
-        if not isinstance(value, str | int | float):
+        if isinstance(value, list) and all(isinstance(one, str) for one in value):
+            table[name] = ",".join(value)
+        elif not isinstance(value, str | int | float):
             raise SettingError(f"{path}: {name}: expected a text, a number, true or false")
     return {
         name: str(value).lower() if isinstance(value, bool) else str(value)

@@ -40,6 +40,7 @@ UUID_BYTES: Final = 16
 ALLOCATION_BYTES_MAX: Final = 1 << 40
 POSITIONS_MAX: Final = 1 << 24
 BUDGET_S_MAX: Final = 3_600
+WAIT_S_MAX: Final = 60
 
 
 def _load_schema() -> Any:
@@ -225,7 +226,10 @@ def read_query(message: Any) -> Query:
         BadRequestError: a bound is broken.
     """
     words = hashes_to_words(message.hashes, int(message.hashBytes))
-    return Query(_request(message.request), int(message.group), words)
+    wait_s = float(message.waitSeconds)
+    if not 0 <= wait_s <= WAIT_S_MAX:
+        raise BadRequestError(f"waitSeconds must lie in 0 to {WAIT_S_MAX}")
+    return Query(_request(message.request), int(message.group), words, wait_s)
 
 
 def read_save(message: Any) -> Save:

@@ -36,10 +36,14 @@ class FakeCalls:
         self.loads: dict[str, tuple[LoadJob, Future[tuple[int, ...]]]] = {}
         self.saves: dict[int, tuple[SaveJob, int, int, Future[Saved]]] = {}
         self.released: list[str] = []
+        self.waits: list[float] = []  # how long each query lets the daemon wait
         self.resets: list[Future[int]] = []
 
-    def query(self, request: str, _size: int, hashes: bytes) -> "Future[Answer]":
+    def query(
+        self, request: str, _size: int, hashes: bytes, wait_s: float = 0.0
+    ) -> "Future[Answer]":
         future: Future[Answer] = Future()
+        self.waits.append(wait_s)
         self.queries.append((request, hashes, future))
         return future
 

@@ -61,8 +61,17 @@ class Bench:
             lambda: self.now_s,
         )
 
-    def answer(self, hits: int, *, lease: int = 9, lease_s: float = 30.0, at: int = -1) -> None:
-        self.calls.queries[at][2].set_result(Answer(hits, lease if hits else 0, lease_s))
+    def answer(
+        self,
+        hits: int,
+        *,
+        lease: int = 9,
+        lease_s: float = 30.0,
+        at: int = -1,
+        coming: tuple[int, float] = (0, 0.0),
+    ) -> None:
+        answer = Answer(hits, lease if hits else 0, lease_s, *coming)
+        self.calls.queries[at][2].set_result(answer)
 
 
 def test_a_query_is_started_once_and_answered_when_it_is_there() -> None:

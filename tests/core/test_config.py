@@ -24,6 +24,11 @@ GOOD: dict[str, tuple[str, object, str, object]] = {  # two values of each: text
     "eviction-policy": ("s3-fifo", "s3-fifo", "leaf-first-lru", "leaf-first-lru"),
     "enable-lfu-admission": ("true", True, "no", False),
     "quota-file": ("/q.toml", "/q.toml", "q", "q"),
+    "ssd-cache-path": ("/a,/b", ("/a", "/b"), "c", ("c",)),
+    "ssd-cache-capacity": ("8mb", 8 << 20, "2tb", 2 << 40),
+    "ssd-write-through": ("true", True, "no", False),
+    "ssd-write-budget": ("1mb", 1 << 20, "2tb", 2 << 40),
+    "ssd-ring": ("threads", "threads", "auto", "auto"),
     "record-trace": ("/t.jsonl", "/t.jsonl", "t", "t"),
     "trace-block-tokens": ("1", 1, "1048576", 1 << 20),
     "copy-threads": ("1", 1, "64", 64),
@@ -48,6 +53,11 @@ BAD: dict[str, list[str]] = {
     "max-engines": ["0", "4097", "-1"],
     "eviction-policy": ["lru", "S3-FIFO"],
     "enable-lfu-admission": ["2", "lfu"],
+    "ssd-cache-path": [",", "a,", "a,a", " , ", ",".join(map(str, range(17)))],
+    "ssd-cache-capacity": ["8191kb", "much"],
+    "ssd-write-through": ["2"],
+    "ssd-write-budget": ["1023kb", "-1"],
+    "ssd-ring": ["io_uring", "Threads"],
     "trace-block-tokens": ["0", "1048577", "x"],
     "copy-threads": ["0", "65", "two"],
     "gpu-staging": ["1023kb", "much"],
@@ -277,3 +287,14 @@ def test_false(word: str) -> None:
 def test_neither(word: str) -> None:
     with pytest.raises(ValueError, match="true or false"):
         read_bool(word)
+
+
+def test_paths_are_repeated_or_listed(write_file: WriteFile) -> None:
+    assert load(["--ssd-cache-path", "/a", "--ssd-cache-path=/b"], {}).ssd_cache_path == (
+        "/a",
+        "/b",
+    )
+    toml = write_file('ssd-cache-path = ["/a", "/b"]')
+    assert load(["--config", toml], {}).ssd_cache_path == ("/a", "/b")
+    toml = write_file("ssd-cache-path = [1]")
+    assert "ssd-cache-path: expected" in refusal(["--config", toml], {})

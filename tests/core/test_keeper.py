@@ -15,8 +15,9 @@ from trikv.core import room
 from trikv.core.blocks import State
 from trikv.core.cache import Cache
 from trikv.core.errors import OverloadedError
-from trikv.core.keeper import Keeper, origin_of, parts_of
+from trikv.core.keeper import Keeper
 from trikv.core.ledger import Found, Ledger, bytes_for
+from trikv.core.namespace import origin_of, parts_of
 from trikv.core.words import ShapeId, SpaceId
 
 MEASURES = {"pool_bytes": POOL, "slab_bytes": SLAB}
@@ -30,9 +31,8 @@ def keep(cache: Cache, memory: NDArray[np.uint8]) -> Keeper:
         keeper.open_space(
             space,
             facts.shape,
-            fingerprint=space.to_bytes(16, "little"),
-            group=3,
-            tenant=f"tenant {space % 2}",
+            origin_of(space.to_bytes(16, "little"), 3),
+            f"tenant {space % 2}",
         )
     return keeper
 

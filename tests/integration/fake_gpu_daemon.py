@@ -18,9 +18,10 @@ from trikv import config
 from trikv.core.calls import Declare, GpuMemory, GroupPieces, Load, Query, Register, Save
 from trikv.core.layout import Piece, Range
 from trikv.core.words import InstanceName, LeaseId, RequestId
+from trikv.nursery.choices import slab_bytes_for
 from trikv.nursery.copier import Copier
 from trikv.nursery.copiers import PoolPlace
-from trikv.nursery.keeping import Opened, slab_bytes_for
+from trikv.nursery.keeping import Opened
 from trikv.nursery.serve import Daemon, build, run_trio
 from trikv.nursery.sessions import Session
 from trikv.tiers.hostmem import HeldProcess

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from trikv.core.blocks import State
 from trikv.core.cache import Cache
-from trikv.core.namespace import Namespaces
+from trikv.core.namespace import Namespaces, origin_of
 from trikv.core.plans import Key, Limits
 from trikv.core.words import InstanceName, RequestId, SpaceId, Words
 from trikv.nursery.keeping import keep
@@ -51,7 +51,7 @@ class Host:
             space = self.namespaces.reserve(b"n" * 16, group)
             self.cache.open_space(space, page_bytes)
             shape = self.cache.spaces[space].shape
-            self.keeper.open_space(space, shape, fingerprint=b"n" * 16, group=group, tenant="")
+            self.keeper.open_space(space, shape, origin_of(b"n" * 16, group), "")
             self.spaces.append(space)
 
     def pages(

@@ -17,6 +17,7 @@ from trikv.cli.ceiling import render_ceiling
 
 Facts = dict[str, Any]
 KIB = 1024
+WIDTH = 80
 MORE_BYTES = 200 << 30  # a point of the curve that is always there
 
 
@@ -100,6 +101,7 @@ def render(facts: Facts) -> list[str]:
         f"leases    {pool['leaseCount']} hold {_size(pool['pinnedBytes'])}",
         f"slabs     {free}, {each} each",
         *_traffic(facts["counters"]),
+        *_disks(facts["disks"]),
         *([f"metrics   {facts['http']}/metrics"] if facts["http"] else []),
         *render_ceiling(facts["windows"]),
         *_insight(facts),
@@ -128,6 +130,25 @@ def _gpus(copiers: list[Facts]) -> list[str]:
     for row in copiers:
         pid = row["pid"] or "none"
         lines.append(f"{row['deviceUuid'][:8]:<10}{pid:<9}{row['endedCount']:>5}  {row['name']}")
+    return lines
+
+
+def _disks(disks: list[Facts]) -> list[str]:
+    """Two lines for each disk; one that is off says why in one."""
+    lines = []
+    for row in disks:
+        if row["state"].startswith("off"):
+            lines.append(_cut(f"ssd       {row['state']} ({row['path']})", WIDTH))
+            continue
+        used, capacity = row["usedBytes"], row["capacityBytes"]
+        state = "" if row["state"] == "serving" else f", {row['state']}"
+        lines.append(
+            f"ssd       {_size(used)} of {_size(capacity)} used ({used / capacity:.0%}), "
+            f"{row['blockCount']} blocks{state}, {row['ring']}"
+        )
+        wrong = f", {row['wrongCount']} blocks wrong" if row["wrongCount"] else ""
+        moved = f"{_size(row['writtenBytes'])} written, {_size(row['readBytes'])} read{wrong}"
+        lines.append(f"          {moved} {_end_of(row['path'], WIDTH - 11 - len(moved))}")
     return lines
 
 
@@ -195,6 +216,10 @@ def _span(seconds: float) -> str:
     parts = ((days, "d"), (hours, "h"), (minutes, "m"), (rest, "s"))
     shown = [f"{count} {unit}" for count, unit in parts if count][:2]
     return " ".join(shown) or "0 s"
+
+
+def _end_of(text: str, width: int) -> str:
+    return text if len(text) <= width else f"…{text[len(text) - width + 1 :]}"
 
 
 def _cut(text: str, width: int) -> str:

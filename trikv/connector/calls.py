@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from trikv.connector.link import checked, read_nothing
-from trikv.wire import REQUESTS_MAX, ids_to_array
+from trikv.wire import REQUESTS_MAX, WAIT_S_MAX, ids_to_array
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trikv.connector.jobs import LoadJob, SaveJob
 
 ID_BYTES: Final = 4
+CALL_S: Final = 2.0
 SAVE_RETRY_S: Final = 1.0
 RESET_S: Final = 30.0
 
@@ -34,6 +35,8 @@ class Answer:
     hit_count: int
     lease: int  # 0: none
     lease_s: float
+    coming_count: int = 0
+    coming_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +65,26 @@ class Calls:
         """True when a call would be sent."""
         return self.client.is_ready
 
-    def query(self, request: str, hash_bytes: int, hashes: bytes) -> Future[Answer]:
-        """Ask how much of a prompt is at hand; again renews the lease."""
-        body = {"request": request, "group": 0, "hashBytes": hash_bytes, "hashes": hashes}
-        return self.client.call("query", {"query": body}, _read_answer)
+    def query(
+        self, request: str, hash_bytes: int, hashes: bytes, wait_s: float = 0.0
+    ) -> Future[Answer]:
+        """Ask how much of a prompt is at hand; again renews the lease.
+
+        Args:
+            request: whose prompt.
+            hash_bytes: of one hash.
+            hashes: one blob, from the first block on.
+            wait_s: how long the daemon may wait for blocks that are coming.
+        """
+        body: dict[str, Any] = {
+            "request": request,
+            "group": 0,
+            "hashBytes": hash_bytes,
+            "hashes": hashes,
+        }
+        if wait_s:
+            body["waitSeconds"] = min(wait_s, WAIT_S_MAX)
+        return self.client.call("query", {"query": body}, _read_answer, deadline_s=CALL_S + wait_s)
 
     def save(self, job: SaveJob, fence: int, generation: int, event: int) -> Future[Saved]:
         """Copy blocks out of this rank's memory, after the work before `event` (0: at once)."""
@@ -112,7 +131,13 @@ class Calls:
 
 def _read_answer(response: Any) -> Answer:  # noqa: ANN401
     ok = checked(response.reply)
-    return Answer(int(ok.hitCount), int(ok.lease), float(ok.leaseSeconds))
+    return Answer(
+        int(ok.hitCount),
+        int(ok.lease),
+        float(ok.leaseSeconds),
+        int(ok.comingCount),
+        float(ok.comingSeconds),
+    )
 
 
 def _read_saved(response: Any) -> Saved:  # noqa: ANN401

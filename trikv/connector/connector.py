@@ -174,6 +174,7 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
         policy = Policy(
             block_tokens=self._shape.block_tokens,
             query_s=self._settings.query_s,
+            load_wait_s=self._settings.load_wait_s,
             saves=transfer.is_kv_producer,
             loads=transfer.is_kv_consumer,
         )

@@ -17,28 +17,22 @@ from __future__ import annotations
 
 import itertools
 import time
-from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, Final
 
-from trikv.connector.calls import ID_BYTES, Answer, Calls, count_real, pack, unpack
+from trikv.connector.calls import ID_BYTES, Calls, count_real, pack, unpack
 from trikv.connector.forgetting import Forgetting
-from trikv.connector.jobs import IDLE_S, LoadJob, Report, SaveJob, StepJobs
-from trikv.connector.link import CallError
+from trikv.connector.jobs import LoadJob, Report, SaveJob, StepJobs
+from trikv.connector.lookups import Lookups
 from trikv.connector.tally import Tally
-from trikv.connector.tracks import Found, Lookup, Policy, Track
-from trikv.wire import BLOCKS_MAX, HASH_BYTES, REQUEST_BYTES_MAX
+from trikv.connector.tracks import Policy, Track
+from trikv.wire import BLOCKS_MAX, REQUEST_BYTES_MAX
 
 if TYPE_CHECKING:
     import logging
     from collections.abc import Callable, Iterable
-    from concurrent.futures import Future
 
 SAVE_BLOCKS_MAX: Final = 16_384
 """Blocks of one save: longer ones are cut, so that a message stays small."""
-MISS_S: Final = 10.0
-"""How long "nothing there" is believed; a waiting request is looked up again at half of it."""
-LATE_FACTOR: Final = 10
-"""While queries are late, requests wait only this part of the usual time."""
 
 
 class SchedulerHalf:
@@ -64,11 +58,11 @@ class SchedulerHalf:
         self._held: dict[str, Track] = {}
         self._savers: dict[int, Track] = {}  # by number of a save under way
         self._releases: list[str] = []
-        self._is_late = False
         self._is_idle = False  # the last step computed nothing
         self._has_said_hit = False
         self.promises = True  # False after a failure of ours: nothing more is promised
         self.tally = Tally()
+        self._lookups = Lookups(calls, policy, self._forgetting, self.tally, clock)
 
     # -- looking up ------------------------------------------------------------------------------
 
@@ -76,7 +70,7 @@ class SchedulerHalf:
         """A request has arrived: start its query now, it may be scheduled in a moment."""
         track = self._track(request)
         if track.is_cacheable:
-            self._look_up(track)
+            self._lookups.start(track)
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401
         """How many tokens behind `computed_tokens` can be loaded; None: ask again.
@@ -92,37 +86,11 @@ class SchedulerHalf:
             return 0, False
         if track.has_failed or track.loading is not None:
             return 0, False
-        now_s = self._clock()
-        self._collect(track, now_s)
-        if track.found is not None and track.found.is_aging(now_s) and track.lookup is None:
-            self._look_up(track)
-            if track.found.lease and track.lookup is not None:
-                track.found = None  # the answer may replace the lease: not promised meanwhile
-        found = track.found
-        if found is None or not found.is_usable(now_s):
-            return self._ask_later(track, now_s)
-        track.asked_s = None
+        found, is_pending = self._lookups.ask(track, is_idle=self._is_idle)
+        if found is None:
+            return (None, False) if is_pending else (0, False)
         count = min(found.hit_count - track.local_count, wanted)
         return (count * tokens, True) if count > 0 else (0, False)
-
-    def _ask_later(self, track: Track, now_s: float) -> tuple[int | None, bool]:
-        """No answer is there: wait for one, but never longer than the engine is willing to."""
-        if track.lookup is None:
-            self._look_up(track)
-        if track.lookup is None:
-            return 0, False
-        if track.asked_s is None:
-            track.asked_s = now_s
-            if self._is_idle and not self._is_late:
-                wait((track.lookup.future,), IDLE_S)
-                computed_tokens = track.local_count * self._policy.block_tokens
-                return self.matched(track.request, computed_tokens)
-        patience_s = self._policy.query_s / (LATE_FACTOR if self._is_late else 1)
-        if now_s - track.asked_s >= patience_s:
-            self.tally.add("queries_late")
-            self._is_late = True  # until some answer arrives, others wait less
-            return 0, False
-        return None, False
 
     def _track(self, request: Any) -> Track:  # noqa: ANN401
         track = self._tracks.get(request.request_id)
@@ -143,49 +111,6 @@ class SchedulerHalf:
         return not getattr(request, "resumable", False) and (
             0 < len(request.request_id.encode()) <= REQUEST_BYTES_MAX
         )
-
-    def _look_up(self, track: Track) -> None:
-        """Send the query of all full blocks, if there is someone to answer it."""
-        request, attached = track.request, self._calls.attached
-        hashes = request.block_hashes[:BLOCKS_MAX]
-        if (
-            not self._policy.loads
-            or attached is None
-            or not self._forgetting.is_ready()
-            or not hashes
-            or len(hashes[0]) not in HASH_BYTES
-            or request.num_tokens <= self._policy.block_tokens
-        ):
-            return
-        track.hashes = b"".join(hashes)
-        future = self._calls.query(request.request_id, len(hashes[0]), track.hashes)
-        future.add_done_callback(self._note_answer)
-        track.lookup = Lookup(future, self._clock(), attached.number)
-        track.has_spoken = True
-        self.tally.add("queries")
-
-    def _note_answer(self, future: Future[Answer]) -> None:
-        """On the client's thread: somebody answers again, so others may wait again."""
-        if future.exception() is None:
-            self._is_late = False
-
-    def _collect(self, track: Track, now_s: float) -> None:
-        """Take the answer of a query that has arrived."""
-        lookup = track.lookup
-        if lookup is None or not lookup.future.done():
-            return
-        track.lookup = None
-        try:
-            answer = lookup.future.result()
-        except CallError:
-            self.tally.add("queries_failed")
-            answer = Answer(0, 0, 0.0)
-        lease_s = answer.lease_s if answer.lease else MISS_S
-        # The lease began after the query was sent: counted from there it can only seem shorter.
-        track.found = Found(
-            answer.hit_count, answer.lease, lookup.sent_s, lease_s, lookup.attachment
-        )
-        track.known_count, track.known_attachment = answer.hit_count, lookup.attachment
 
     # -- admission -------------------------------------------------------------------------------
 
@@ -233,6 +158,7 @@ class SchedulerHalf:
             self._release()
         except Exception:  # noqa: BLE001  # the loads above must be handed over
             self._log.exception("TriKV: a step's saves were not planned")
+        self._lookups.has_waited = False
         self._is_idle = getattr(output, "total_num_scheduled_tokens", 1) == 0
         return StepJobs(loads, tuple(saves), preempted, delayed, self._is_idle)
 
@@ -285,7 +211,7 @@ class SchedulerHalf:
         attachment = self._attachment()
         if track.attachment != attachment:  # another daemon or session: it may have forgotten
             track.attachment, track.saved_count = attachment, 0
-        self._collect(track, self._clock())
+        self._lookups.collect(track)
         if track.known_attachment != attachment:
             track.known_count = 0
         start = max(track.saved_count, track.known_count)

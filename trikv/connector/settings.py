@@ -19,6 +19,7 @@ class ConnectorSettings:
     tenant: str = ""  # engines of different tenants share nothing
     weights_epoch: str = ""  # change it when weights change under the same name
     query_s: float = 0.1  # how long a request may wait for a look-up
+    load_wait_s: float = 2.0  # how long it may wait for blocks that come up from a disk
     save_s: float = 2.0  # how long an ended request's blocks may wait for a save
 
 
@@ -33,10 +34,11 @@ def read_settings(extra: Mapping[str, Any] | None) -> ConnectorSettings:
         for key, value in (extra or {}).items()
         if str(key).startswith(PREFIX)
     }
-    known = {"address", "tenant", "weights_epoch", "query_timeout_ms", "save_timeout_ms"}
+    texts = {"address", "tenant", "weights_epoch"}
+    known = texts | {"query_timeout_ms", "load_wait_ms", "save_timeout_ms"}
     for name in given.keys() - known:
         raise ValueError(f"kv_connector_extra_config: {PREFIX}{name} is unknown")
-    for name in given.keys() & {"address", "tenant", "weights_epoch"}:
+    for name in given.keys() & texts:
         if not isinstance(given[name], str) or len(given[name].encode()) > TEXT_BYTES_MAX:
             raise ValueError(
                 f"kv_connector_extra_config: {PREFIX}{name} must be a text of at most"
@@ -47,6 +49,7 @@ def read_settings(extra: Mapping[str, Any] | None) -> ConnectorSettings:
         tenant=given.get("tenant", ""),
         weights_epoch=given.get("weights_epoch", ""),
         query_s=_seconds(given, "query_timeout_ms", 100, 60_000),
+        load_wait_s=_seconds(given, "load_wait_ms", 2_000, 60_000),
         save_s=_seconds(given, "save_timeout_ms", 2_000, 60_000),
     )
 

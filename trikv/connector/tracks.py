@@ -26,6 +26,7 @@ class Policy:
     block_tokens: int
     rank_count: int = 1
     query_s: float = 0.1
+    load_wait_s: float = 2.0
     saves: bool = True
     loads: bool = True
 
@@ -37,6 +38,7 @@ class Lookup:
     future: concurrent.futures.Future[Answer]
     sent_s: float
     attachment: int
+    wait_s: float = 0.0  # the daemon may take so long more
 
 
 @dataclass(slots=True)
@@ -48,6 +50,8 @@ class Found:
     granted_s: float
     lease_s: float
     attachment: int
+    coming_count: int = 0  # blocks behind these that the daemon brings up
+    coming_s: float = 0.0
 
     def is_usable(self, now_s: float) -> bool:
         """True while a load that is started now would still find the lease."""
@@ -70,6 +74,7 @@ class Track:
     lookup: Lookup | None = None
     found: Found | None = None
     asked_s: float | None = None  # first ask that found no answer
+    wait_until_s: float | None = None  # for blocks that come up
     known_count: int = 0  # leading blocks that the daemon has
     known_attachment: int = 0  # and which daemon said so
     saved_count: int = 0  # leading blocks that it has or was given

@@ -5,6 +5,7 @@ missing and each block once, that a block is written with or after its ancestors
 gets it. This file does not know files, tasks or clocks.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -45,6 +46,18 @@ class ReadPart:
     regions: Int64s
     slots: Int64s
     sums: NDArray[np.uint64]
+
+    def take(self, at: Int64s) -> "ReadPart":
+        """Some of these blocks."""
+        return ReadPart(
+            self.disk,
+            self.landing,
+            self.rows[at],
+            self.entries[at],
+            self.regions[at],
+            self.slots[at],
+            self.sums[at],
+        )
 
     @property
     def bytes(self) -> int:
@@ -87,12 +100,21 @@ class Coming:
 
 
 class Below:
-    """The disks of one pool."""
+    """The disks of one pool.
+
+    Attributes:
+        begun: reads that were prepared and that nobody has begun; whoever reads takes them.
+        voids: origins whose older records are to be voided on each disk, before anybody is told.
+        quarantined_bytes: of the pool, that a hung disk may still touch: never used again.
+    """
 
     def __init__(self, cache: Cache, lowers: Sequence[Lower], spills: Spills) -> None:
         self.cache = cache
-        self.lowers = tuple(lowers)
+        self.lowers = list(lowers)
         self.spills = spills
+        self.begun: deque[ReadPart] = deque()
+        self.voids: deque[bytes] = deque()
+        self.quarantined_bytes = 0
         self._origins: dict[SpaceId, tuple[bytes, tuple[SpaceId | None, ...]]] = {}
         cache.attach_spills(spills)
 
@@ -108,16 +130,21 @@ class Below:
         self._origins.pop(space, None)
 
     def drop_space(self, space: SpaceId) -> bytes:
-        """Forget all blocks of a space on all disks.
-
-        Returns:
-            Its origin: older records of it are to be voided on each disk before anybody is told.
-        """
+        """Forget all blocks of a space on all disks; returns its origin, also in `voids`."""
         origin, numbers = self._origins[space]
         for lower, number in zip(self.lowers, numbers, strict=True):
             if number is not None:
                 lower.drop_origin(number)
+        self.voids.append(origin)
         return origin
+
+    def origin(self, space: SpaceId) -> bytes:
+        """What a space's blocks are called on the disks."""
+        return self._origins[space][0]
+
+    def floor(self, disk: int, origin: bytes) -> int:
+        """Records of an origin with a lower sequence are dead on a disk."""
+        return self.lowers[disk].floor(origin)
 
     # -- up
 
@@ -154,6 +181,7 @@ class Below:
             sums = self.lowers[disk].sums[entries]
             parts.append(ReadPart(disk, landing, mine, entries, regions, slots, sums))
             self._touch(disk, space, words[:end])
+        self.begun += parts
         count = len(disks)
         if len(landing.positions) < int(np.count_nonzero(wanted)):
             found = self.cache.index.find(space, words[first:end])
@@ -166,6 +194,13 @@ class Below:
         self.cache.complete_fetch(part.landing, part.rows, arrived)
         landed = part.landing.entries[part.rows[arrived]]
         self.cache.blocks.below[landed[self.cache.blocks.state[landed] == SEALED]] = True
+
+    def quarantine_read(self, part: ReadPart, arrived: Bools, held: Bools) -> None:
+        """As `end_read` with a disk that hangs: what it `held` it may fill at any time."""
+        rest = np.flatnonzero(~held)
+        self.cache.abandon_fetch(part.landing, part.rows[held])
+        self.quarantined_bytes += int(held.sum()) * sum(part.landing.lengths)
+        self.end_read(part.take(rest), arrived[rest])
 
     def give_up(self, part: ReadPart) -> None:
         """A read that was not begun is not wanted any more: its blocks stay where they are."""
@@ -262,6 +297,15 @@ class Below:
         rows = np.concatenate((part.kin, part.plan.entries[found]))
         part.chain.kin[part.disk] = rows, lower.blocks.generation[rows]
         return int(found.sum())
+
+    def quarantine_spill(self, part: SpillPart, sums: NDArray[np.uint64], held: Bools) -> None:
+        """As `end_spill` with a disk that hangs: what it `held` it may read at any time.
+
+        Such blocks stay in the pool for good: they can be read, but not evicted.
+        """
+        self.cache.blocks.pin(part.entries[held])
+        self.quarantined_bytes += int(held.sum()) * sum(part.plan.page_bytes)
+        self.end_spill(part, np.zeros(len(part.entries), np.bool_), sums)
 
     def _has_begun(self, part: SpillPart) -> bool:
         if len(part.entries) == 0:

@@ -15,7 +15,7 @@ from trikv.core.blocks import ABSENT, FILLING, SEALED, Blocks
 from trikv.core.chains import Chains
 from trikv.core.counters import Counters
 from trikv.core.errors import BadRequestError
-from trikv.core.fills import Fills
+from trikv.core.fills import Fills, check_distinct
 from trikv.core.index import Index
 from trikv.core.landing import Landing, Landings
 from trikv.core.leases import Lease, Leases
@@ -246,7 +246,7 @@ class Cache:
         Raises:
             BadRequestError: a hash stands twice in the message; nothing was changed.
         """
-        _check_distinct(words)
+        check_distinct(words)
         self.settle()
         facts = self.spaces[key.space]
         chain = self.chains.of(key.instance, key.request, key.space)
@@ -346,6 +346,12 @@ class Cache:
         if landing.left == 0:
             self._end(landing.transfer)
 
+    def abandon_fetch(self, landing: Landing, rows: NDArray[np.int64]) -> None:
+        """These rows may be written to at any time: out of sight, and never used again."""
+        self._drop(self.landings.abandon(landing, self.spaces[landing.space], rows))
+        if landing.left == 0 and len(rows):
+            self._end(landing.transfer)
+
     # -- facts
 
     @property
@@ -387,9 +393,3 @@ class Cache:
 
     def _end(self, transfer: TransferId) -> None:
         self.transfers.remove(transfer)  # a second completion is a bug of ours: KeyError
-
-
-def _check_distinct(words: Words) -> None:
-    firsts = np.sort(words[:, 0])
-    if bool((firsts[1:] == firsts[:-1]).any()) and len(np.unique(words, axis=0)) < len(words):
-        raise BadRequestError("a block hash stands twice in one message")

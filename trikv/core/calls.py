@@ -72,6 +72,7 @@ class Query:
     request: RequestId
     group: int
     words: Words
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,6 +119,8 @@ class Answer:
     hit_count: int
     lease: int
     lease_s: float
+    coming_count: int = 0
+    coming_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from trikv.core.blocks import FILLING, Blocks
 from trikv.core.chains import Chain
+from trikv.core.errors import BadRequestError
 from trikv.core.index import Index
 from trikv.core.pages import Pages
 from trikv.core.plans import Limits, SpaceFacts
@@ -83,3 +84,14 @@ class Fills:
             same = self._blocks.generation[entries] == generations
             found.append(entries[same & (self._blocks.state[entries] == FILLING)])
         return np.concatenate(found)
+
+
+def check_distinct(words: Words) -> None:
+    """Refuse a message that names a block twice.
+
+    Raises:
+        BadRequestError: it does.
+    """
+    firsts = np.sort(words[:, 0])
+    if bool((firsts[1:] == firsts[:-1]).any()) and len(np.unique(words, axis=0)) < len(words):
+        raise BadRequestError("a block hash stands twice in one message")

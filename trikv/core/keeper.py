@@ -14,24 +14,12 @@ import numpy as np
 from trikv.core.blocks import SEALED, Blocks
 from trikv.core.errors import KvError
 from trikv.core.index import Index
-from trikv.core.ledger import ORIGIN_BYTES, Found, Ledger
+from trikv.core.ledger import Found, Ledger
 from trikv.core.pages import Pages
 from trikv.core.room import Room
 from trikv.core.words import Entries, ShapeId, SpaceId
 
 BATCH_BLOCKS: Final = 4_096  # brought back at once, so that nobody waits for long
-GROUP_BYTES: Final = 4
-
-
-def origin_of(fingerprint: bytes, group: int) -> bytes:
-    """What a cache group of a namespace is called in whatever outlives the daemon."""
-    return (fingerprint + group.to_bytes(GROUP_BYTES, "little")).ljust(ORIGIN_BYTES, b"\0")
-
-
-def parts_of(origin: bytes) -> tuple[bytes, int]:
-    """Fingerprint and group of an origin."""
-    end = ORIGIN_BYTES // 2
-    return origin[:end], int.from_bytes(origin[end : end + GROUP_BYTES], "little")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +44,9 @@ class Keeper:
         self._is_adopting = False
         blocks.watcher = self
 
-    def open_space(
-        self, space: SpaceId, shape: ShapeId, *, fingerprint: bytes, group: int, tenant: str
-    ) -> None:
+    def open_space(self, space: SpaceId, shape: ShapeId, origin: bytes, tenant: str) -> None:
         """Blocks of a space are kept from now on, under its origin."""
-        page_bytes = self._pages.page_bytes(shape)
-        self._named[space] = _Named(origin_of(fingerprint, group), tenant, page_bytes)
+        self._named[space] = _Named(origin, tenant, self._pages.page_bytes(shape))
 
     def close_space(self, space: SpaceId) -> None:
         """A space without blocks is forgotten."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.blocks import SEALED, Blocks
+from trikv.core.blocks import FILLING, SEALED, Blocks
 from trikv.core.ceiling import TIERS
 from trikv.core.index import Index
 from trikv.core.pages import Pages
@@ -167,6 +167,15 @@ class Landings:
         self.blocks_total += len(sealed)
         self.failed_blocks_total += len(rows) - len(sealed)
         self._touch(facts.shape, landing)
+
+    def abandon(self, landing: Landing, facts: SpaceFacts, rows: NDArray[np.int64]) -> Entries:
+        """Whoever fills these rows has no end: returns those that are to be dropped, claimed on."""
+        entries = landing.entries[rows]
+        landing.left -= len(rows)
+        self.bytes -= len(rows) * facts.block_bytes
+        self.failed_blocks_total += len(rows)
+        filling: Entries = entries[self._blocks.state[entries] == FILLING]
+        return filling
 
     def take_credit(self, hits: Entries) -> tuple[int, ...]:
         """How many of these blocks came from each tier below, each told once."""

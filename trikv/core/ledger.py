@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 
 from trikv.core.blocks import RANKS_MAX
 from trikv.core.pages import PAGE_ALIGN, Slots
+from trikv.core.superblock import ORIGIN_BYTES
 from trikv.core.words import Words
 
 MAGIC: Final = b"trikv pool"
 VERSION: Final = 1
 ORIGINS_MAX: Final = 4_096
-ORIGIN_BYTES: Final = 32
 TENANT_BYTES_MAX: Final = 64
 FACTORS: Final = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F))
 SHIFT: Final = np.uint64(29)

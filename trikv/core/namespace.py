@@ -21,6 +21,8 @@ PROBE_FIELD = "hash_probe"
 LABEL_FIELD = "label"
 TENANT_FIELD = "tenant"
 NAMESPACES_MAX = 1_024
+FINGERPRINT_BYTES = 16
+ORIGIN_BYTES = 32
 
 
 def fingerprint(fields: Fields, ranks: tuple[tuple[Geometry, ...], ...]) -> bytes:
@@ -36,7 +38,7 @@ def fingerprint(fields: Fields, ranks: tuple[tuple[Geometry, ...], ...]) -> byte
     Returns:
         16 bytes.
     """
-    digest = hashlib.blake2b(digest_size=16, person=b"trikv namespace")
+    digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"trikv namespace")
     for name, value in fields:
         if name != LABEL_FIELD:
             _add(digest, "field", name, value)
@@ -55,6 +57,17 @@ def fingerprint(fields: Fields, ranks: tuple[tuple[Geometry, ...], ...]) -> byte
                 geometry.layout,
             )
     return digest.digest()
+
+
+def origin_of(fingerprint: bytes, group: int) -> bytes:
+    """What the blocks of one cache group are called outside this process: 32 bytes."""
+    return (fingerprint + group.to_bytes(4, "little")).ljust(ORIGIN_BYTES, b"\0")
+
+
+def parts_of(origin: bytes) -> tuple[bytes, int]:
+    """Fingerprint and cache group of an origin."""
+    end = FINGERPRINT_BYTES
+    return origin[:end], int.from_bytes(origin[end : end + 4], "little")
 
 
 def _add(digest: "hashlib.blake2b", *parts: str) -> None:

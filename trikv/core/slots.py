@@ -333,7 +333,7 @@ def newest(records: NDArray[np.void]) -> NDArray[np.int64]:
 
 
 def _record_sums(records: NDArray[np.void]) -> NDArray[np.uint64]:
-    words = np.ascontiguousarray(records).view(np.uint64).reshape(len(records), -1)
+    words = np.ascontiguousarray(records).view(np.uint64).reshape(-1, RECORD_BYTES // 8)
     parts = [
         sums.of_rows(words[first : first + SUMMED_AT_ONCE])
         for first in range(0, len(words), SUMMED_AT_ONCE)

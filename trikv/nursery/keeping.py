@@ -14,19 +14,16 @@ import structlog
 
 from trikv.config import Settings
 from trikv.core.cache import Cache
-from trikv.core.keeper import Keeper, parts_of
+from trikv.core.keeper import Keeper
 from trikv.core.ledger import Found, Ledger
-from trikv.core.namespace import Namespaces
+from trikv.core.namespace import Namespaces, parts_of
 from trikv.core.pages import PAGE_ALIGN
 from trikv.core.words import ShapeId, SpaceId
+from trikv.nursery.choices import slab_bytes_for
 from trikv.options import SettingError
 from trikv.tiers import kept, pool
 
 log = structlog.get_logger()
-
-SLAB_BYTES_MIN = 2 << 20
-SLAB_BYTES_MAX = 1 << 30
-SLABS_WANTED = 64
 
 
 class PoolError(Exception):
@@ -42,12 +39,6 @@ class Opened:
     ledger: Ledger | None = None
 
 
-def slab_bytes_for(pool_bytes: int, wanted: int | None) -> int:
-    """Size of a slab, whole pages: the setting, else a 64th of the pool within bounds."""
-    size = wanted or min(max(pool_bytes // SLABS_WANTED, SLAB_BYTES_MIN), SLAB_BYTES_MAX)
-    return min(size, pool_bytes) // PAGE_ALIGN * PAGE_ALIGN
-
-
 def check(settings: Settings) -> None:
     """Refuse what cannot be, whatever the machine has.
 
@@ -60,22 +51,6 @@ def check(settings: Settings) -> None:
         raise SettingError("--use-hugepages: with --persist, name a folder on hugetlbfs instead")
     if settings.persist and not Path(settings.persist).is_absolute():
         raise SettingError(f"--persist: {settings.persist!r} is no absolute path")
-
-
-def pool_bytes_for(settings: Settings) -> int:
-    """Size of the pool: the setting, else that of the pool that is kept, else half of the free.
-
-    Raises:
-        SettingError: the machine has not so much, or a slab does not fit.
-    """
-    kept_bytes = kept.kept_bytes(Path(settings.persist)) if settings.persist else 0
-    size = settings.pool_size or kept_bytes or pool.default_bytes()
-    available = pool.available_bytes() + kept_bytes
-    if settings.pool_size and not settings.use_hugepages and size > available:
-        raise SettingError(f"--pool-size: {size} bytes, but only {available} are available")
-    if settings.slab_size and settings.slab_size > size:
-        raise SettingError("--slab-size: larger than the pool")
-    return size
 
 
 @contextlib.contextmanager
@@ -120,11 +95,10 @@ def keep(cache: Cache, namespaces: Namespaces, ledger: Ledger) -> Keeper:
     keeper = Keeper(ledger, cache.pages, cache.blocks, cache.index, cache.room)
 
     def open_space(found: Found) -> tuple[SpaceId, ShapeId]:
-        fingerprint, group = parts_of(found.origin)
-        space = namespaces.reserve(fingerprint, group)
+        space = namespaces.reserve(*parts_of(found.origin))
         cache.open_space(space, found.page_bytes, found.tenant)
         shape = cache.spaces[space].shape
-        keeper.open_space(space, shape, fingerprint=fingerprint, group=group, tenant=found.tenant)
+        keeper.open_space(space, shape, found.origin, found.tenant)
         return space, shape
 
     block_count = sum(keeper.adopt(open_space))

@@ -12,6 +12,7 @@ from trikv import __version__
 from trikv.core.blocks import State
 from trikv.core.ceiling import TIERS, Case, WindowFacts
 from trikv.core.counters import Counters
+from trikv.nursery import disk_metrics
 from trikv.nursery.service import Service
 from trikv.nursery.status import Facts
 from trikv.process.pages import Family, Rows, Shown, plain, split
@@ -61,6 +62,7 @@ FAMILIES: Final = {
         "Ceiling r*: an endless cache that was empty when the window began", WINDOW
     ),
     "trikv_window_case": Family("1 for the case that the window shows", (*WINDOW, "case")),
+    **disk_metrics.FAMILIES,
 }
 
 
@@ -80,6 +82,7 @@ class Families:
             **self._daemon(),
             **self._pool(),
             **self._callers(),
+            **disk_metrics.rows(self._facts.tiers),
             **windows_rows(store.windows.read(now_s=store.now_s())),
         }
         yield from split(FAMILIES, rows)
@@ -98,6 +101,8 @@ class Families:
         cache = self._service.store.cache
         pages, counts, free = cache.pages, cache.blocks.counts, cache.pages.free_slab_count
         sealed_bytes = pages.used_bytes - cache.filling_bytes
+        tiers = self._facts.tiers
+        disks = tiers.disks if tiers is not None else []
         return {
             "trikv_pool_capacity_bytes": [((), pages.capacity_bytes)],
             "trikv_pool_used_bytes": [((), pages.used_bytes)],
@@ -106,8 +111,14 @@ class Families:
             "trikv_pool_filling_blocks": [((), counts[State.FILLING])],
             "trikv_pool_slab_bytes": [((), pages.slab_bytes)],
             "trikv_pool_slabs": [(("used",), pages.slab_count - free), (("free",), free)],
-            "trikv_cache_blocks": [(("pinned",), counts[State.SEALED])],
-            "trikv_cache_bytes": [(("pinned",), sealed_bytes)],
+            "trikv_cache_blocks": [
+                (("pinned",), counts[State.SEALED]),
+                (("ssd",), sum(one.block_count for one in disks)),
+            ],
+            "trikv_cache_bytes": [
+                (("pinned",), sealed_bytes),
+                (("ssd",), sum(one.used_bytes for one in disks)),
+            ],
             "trikv_leases": [((), len(cache.leases.active))],
             "trikv_transfers": [((), len(cache.transfers))],
         }

@@ -14,6 +14,7 @@ from typing import Any
 import structlog
 
 from trikv import __version__, wire
+from trikv.core.calls import Answer
 from trikv.core.errors import KvError, UnsupportedVersionError
 from trikv.nursery.service import Service
 from trikv.nursery.sessions import Session
@@ -119,20 +120,41 @@ class SessionServant(wire.SCHEMA.Session.Server):
         ok.writers = list(named.writers)
         return None
 
+    def query_context(self, context: Any) -> Any:
+        """See the schema; answered without a hop, unless it is to wait for what is coming."""
+        if context.params.query.waitSeconds > 0 and self._service.tiers is not None:
+            return self._query_late(context)
+        return self._query_at_once(context)
+
     @at_once
-    def query_context(self, context: Any) -> None:
-        """See the schema; answered without a hop."""
+    def _query_at_once(self, context: Any) -> None:
         reply = context.results.init("reply")
         try:
             answer = self._service.query(self._session, read(wire.read_query, context.params.query))
         except KvError as error:
             return self.connection.refuse(reply, error)
-        ok = reply.init("ok")
+        self._answer(reply.init("ok"), answer)
+        return None
+
+    @fatal
+    async def _query_late(self, context: Any) -> None:
+        reply = context.results.init("reply")
+        try:
+            call = read(wire.read_query, context.params.query)
+            late = self._service.query_late
+            answer = await self.connection.guest.run(late, self._session, call)
+        except KvError as error:
+            return self.connection.refuse(reply, error)
+        self._answer(reply.init("ok"), answer)
+        return None
+
+    def _answer(self, ok: Any, answer: Answer) -> None:
         ok.hitCount = answer.hit_count
         ok.lease = answer.lease
         ok.leaseSeconds = answer.lease_s
+        ok.comingCount = answer.coming_count
+        ok.comingSeconds = answer.coming_s
         self.connection.loop.call_soon(self.connection.settle)  # once this is answered
-        return None
 
     @fatal
     async def save_context(self, context: Any) -> None:
@@ -175,12 +197,12 @@ class SessionServant(wire.SCHEMA.Session.Server):
         del context
         self._service.heartbeat(self._session)
 
-    @at_once
-    def reset_context(self, context: Any) -> None:
+    @fatal
+    async def reset_context(self, context: Any) -> None:
         """See the schema."""
         reply = context.results.init("reply")
         try:
-            dropped = self._service.reset(self._session)
+            dropped = await self.connection.guest.run(self._service.reset, self._session)
         except KvError as error:
             return self.connection.refuse(reply, error)
         reply.init("ok").droppedCount = dropped

@@ -31,16 +31,15 @@ from trikv.core.errors import KvError
 from trikv.core.insight import Insight
 from trikv.core.pages import PAGE_ALIGN
 from trikv.core.plans import Limits
-from trikv.core.policies import ADMISSION, DEFAULT, MAKERS, Maker
-from trikv.core.tenants import Tenants
 from trikv.core.windows import Windows
 from trikv.nursery.ceiling import CeilingTask, state_path
+from trikv.nursery.choices import policy_of, pool_bytes_for, tenants_of
 from trikv.nursery.copiers import Copiers, PoolPlace
 from trikv.nursery.copying import Copying
-from trikv.nursery.keeping import Opened, PoolError, check, keep, opened, pool_bytes_for
+from trikv.nursery.keeping import Opened, PoolError, check, keep, opened
 from trikv.nursery.memories import Memories
 from trikv.nursery.metrics import Families
-from trikv.nursery.quotas import read_rules, watch
+from trikv.nursery.quotas import watch
 from trikv.nursery.recording import Recorder
 from trikv.nursery.rpc import opener
 from trikv.nursery.service import Service, digest, sweep
@@ -48,6 +47,7 @@ from trikv.nursery.sessions import Sessions
 from trikv.nursery.status import Facts
 from trikv.nursery.store import Store
 from trikv.nursery.takeover import TakeoverError, take_over
+from trikv.nursery.tiers import Tiers, below_of, disks_of, open_disks
 from trikv.options import SettingError
 from trikv.process.accepting import Listener
 from trikv.process.guest import Guest, StuckError
@@ -91,30 +91,6 @@ class Daemon:
     places: Places = field(default_factory=Places)
 
 
-def policy_of(settings: Settings) -> Maker:
-    """The order of eviction.
-
-    Raises:
-        SettingError: the frequency filter stands before leaf-first LRU only.
-    """
-    if not settings.enable_lfu_admission:
-        return MAKERS[settings.eviction_policy]
-    if settings.eviction_policy != DEFAULT:
-        raise SettingError(f"--enable-lfu-admission: needs --eviction-policy {DEFAULT}")
-    return MAKERS[ADMISSION]
-
-
-def tenants_of(settings: Settings, pool_bytes: int) -> Tenants | None:
-    """Quotas, when there is a file of them.
-
-    Raises:
-        SettingError: the file cannot be used.
-    """
-    if settings.quota_file is None:
-        return None
-    return Tenants(pool_bytes, read_rules(settings.quota_file))
-
-
 def build(settings: Settings, opened: Opened, guard: FreezeGuard | None) -> Daemon:
     """Wire the parts; opens nothing."""
     pool = opened.pool
@@ -139,6 +115,7 @@ def build(settings: Settings, opened: Opened, guard: FreezeGuard | None) -> Daem
         insight=Insight(cache.pages.capacity_bytes),
         recorder=Recorder(settings.record_trace) if settings.record_trace else None,
         keeper=keep(cache, engines.namespaces, opened.ledger) if opened.ledger else None,
+        below=below_of(settings, cache),
     )
     staging_bytes = settings.gpu_staging // 2 // PAGE_ALIGN * PAGE_ALIGN  # a direction
     place = PoolPlace(pool.fd, pool.bytes, cache.pages.slab_bytes, staging_bytes)
@@ -151,9 +128,10 @@ def build(settings: Settings, opened: Opened, guard: FreezeGuard | None) -> Daem
     workers, jobs = COPIES_MAX, QUEUE_JOBS_MAX
     saving = Copying("save", memory, sessions, workers=workers, queue_jobs_max=jobs)
     loading = Copying("load", memory, sessions, workers=workers, queue_jobs_max=jobs, guard=guard)
-    service = Service(store, sessions, saving, loading, memory)
+    tiers = Tiers(store, store.below) if store.below is not None else None
+    service = Service(store, sessions, saving, loading, memory, tiers)
     epoch = time.time_ns()  # a name that differs after each start, not a clock
-    return Daemon(settings, pool, service, Facts(epoch, 0.0, pool.backing, copiers))
+    return Daemon(settings, pool, service, Facts(epoch, 0.0, pool.backing, copiers, tiers))
 
 
 def cuda_refusal() -> str:
@@ -169,8 +147,21 @@ def cuda_refusal() -> str:
 async def run_trio(
     daemon: Daemon, closing: trio.Event, open_calls: Callable[[trio.Nursery], None]
 ) -> None:
-    """All tasks of the daemon; from the inside out: calls, copies, what watches."""
+    """The disks, and with them all tasks of the daemon."""
     daemon.facts.started_s = trio.current_time()
+    tiers = daemon.service.tiers
+    if tiers is None:
+        return await run_tasks(daemon, closing, open_calls)
+    async with open_disks(disks_of(daemon.settings), tiers, daemon.pool.address):
+        await run_tasks(daemon, closing, open_calls)
+        await tiers.end()
+    return None
+
+
+async def run_tasks(
+    daemon: Daemon, closing: trio.Event, open_calls: Callable[[trio.Nursery], None]
+) -> None:
+    """From the inside out: calls, copies, what watches."""
     async with trio.open_nursery() as back:
         await back.start(daemon.facts.copiers.run)
         await back.start(daemon.service.sessions.run)
@@ -184,6 +175,8 @@ async def run_trio(
                 daemon.service.store, every_s=SWEEP_S, task_status=task_status
             )
         )
+        if daemon.service.tiers is not None:
+            await back.start(daemon.service.tiers.run)
         back.start_soon(populate, daemon)
         back.start_soon(collect_garbage)
         start_watching(back, daemon)
@@ -194,6 +187,8 @@ async def run_trio(
                 open_calls(calls)
                 await closing.wait()
                 deadline_s = trio.current_time() + daemon.settings.drain_seconds
+                if daemon.service.tiers is not None:
+                    daemon.service.tiers.close_calls(deadline_s)
                 calls.cancel_scope.deadline = deadline_s
                 copies.start_soon(stop_copies, daemon.service, deadline_s)
             copies.cancel_scope.cancel()
@@ -360,6 +355,7 @@ def main() -> None:
         check(settings)
         policy_of(settings)
         tenants_of(settings, settings.pool_size or 0)
+        disks_of(settings)
         set_up_logging(settings.log_level, settings.log_format)
         end_the_other(settings)
         size = pool_bytes_for(settings)
@@ -376,6 +372,9 @@ def main() -> None:
                 runner.run(host(build(settings, pool, guard)))
     except (AddressError, PoolError, KvError) as error:
         sys.exit(f"trikv-daemon: {error}")
+    except SettingError as error:  # what only opening it could tell
+        print(f"trikv-daemon: {error}", file=sys.stderr)  # noqa: T201  # the one clear line
+        sys.exit(EXIT_USAGE)
     except MemoryError as error:
         sys.exit(f"trikv-daemon: no memory for the index; lower --max-blocks: {error}")
 

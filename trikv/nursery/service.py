@@ -18,6 +18,7 @@ from trikv.core.words import InstanceName, Offsets, RequestId
 from trikv.nursery.copying import Copying, Job, Memory
 from trikv.nursery.sessions import Session, Sessions
 from trikv.nursery.store import Store, layouts_of
+from trikv.nursery.tiers import Tiers
 from trikv.tiers.copies import Copy, Process
 
 DIGEST_CALLS = 1  # at most some 5 ms, mostly below 1
@@ -34,6 +35,7 @@ class Service:
     saving: Copying
     loading: Copying
     memory: Memory
+    tiers: Tiers | None = None
 
     def hello(self, process: Process | None, software: str) -> Session:
         """Begin a session; see `Sessions.open`."""
@@ -79,12 +81,25 @@ class Service:
         return named
 
     def query(self, session: Session, call: Query) -> Answer:
-        """Answered at once."""
+        """Answered at once; what lies below the pool begins to come up."""
         self.sessions.use(session)
         hit = self.store.query(session.instance, call)
-        if hit.lease is None:
-            return Answer(0, 0, 0.0)
-        return Answer(hit.count, hit.lease.id, hit.lease.deadline_s - self.store.now_s())
+        coming_s = 0.0
+        if self.tiers is not None:
+            self.tiers.queried(session.instance, call.request)
+            coming_s = self.tiers.prefetching.seconds() if hit.coming else 0.0
+        lease = hit.lease
+        if lease is None:
+            return Answer(0, 0, 0.0, hit.coming, coming_s)
+        lease_s = lease.deadline_s - self.store.now_s()
+        return Answer(hit.count, lease.id, lease_s, hit.coming, coming_s)
+
+    async def query_late(self, session: Session, call: Query) -> Answer:
+        """As `query`, once what is coming is there, or waiting pays no more."""
+        self.sessions.use(session)
+        assert self.tiers is not None
+        await self.tiers.wait(session.instance, call)
+        return self.query(session, call)
 
     async def save(self, session: Session, call: Save) -> Saved:
         """Returns when no byte of the blocks will be read any more.
@@ -108,6 +123,8 @@ class Service:
         )
         await _ended(job)
         saved = int(job.arrived.sum())
+        if self.tiers is not None:
+            self.tiers.spilling.ring()
         return Saved(saved, plan.present_count, plan.refused_count + len(plan.entries) - saved)
 
     async def load(self, session: Session, call: Load) -> NDArray[np.int32]:
@@ -133,15 +150,24 @@ class Service:
         """These requests have ended."""
         self.sessions.use(session)
         self.store.release(session.instance, requests)
+        if self.tiers is not None:
+            self.tiers.prefetching.released(session.instance, requests)
 
     def heartbeat(self, session: Session) -> None:
         """The session is alive."""
         self.sessions.use(session)
 
-    def reset(self, session: Session) -> int:
-        """Forget every block of the instance's namespace."""
+    async def reset(self, session: Session) -> int:
+        """Forget every block of the instance's namespace, on disks durably.
+
+        Raises:
+            KvError: refused, or not durable; nobody sees the blocks any more all the same.
+        """
         self.sessions.use(session)
-        return self.store.reset(session.instance)
+        dropped = self.store.reset(session.instance)
+        if self.tiers is not None:
+            await self.tiers.void()
+        return dropped
 
     def _speak_for(self, session: Session, instance: InstanceName) -> None:
         self.sessions.use(session)

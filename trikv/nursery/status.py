@@ -12,6 +12,7 @@ from trikv.core.ceiling import TIERS
 from trikv.core.counters import CallCounts
 from trikv.nursery.copiers import Copiers
 from trikv.nursery.service import Service
+from trikv.nursery.tiers import Tiers
 from trikv.process.ticks import Ticks
 from trikv.tiers.frames import Direction
 
@@ -28,6 +29,7 @@ class Facts:
     started_s: float
     backing: str
     copiers: Copiers
+    tiers: Tiers | None = None
     state: str = "serving"
     http: str = ""
     pool_fault: str = ""
@@ -39,6 +41,7 @@ class Facts:
         """The state, or what is wrong although the daemon serves."""
         faults = [f"GPU {uuid}: {reason}" for uuid, reason in self.copiers.faults.items()]
         faults += [self.pool_fault] if self.pool_fault else []
+        faults += self.tiers.faults if self.tiers is not None else []
         if self.state != "serving" or not faults:
             return self.state
         return f"degraded: {'; '.join(faults)}"
@@ -56,6 +59,7 @@ def write_status(status: Any, service: Service, facts: Facts) -> None:
     _write_engines(status, service)
     _write_insight(status, service)
     _write_tenants(status, service)
+    _write_disks(status, facts)
     counters = service.store.cache.counters.items()
     rows = status.init("counters", len(counters))
     for row, (name, value) in zip(rows, counters, strict=True):
@@ -148,6 +152,25 @@ def _write_copiers(status: Any, copiers: Copiers) -> None:
             row.registeredBytes = copier.registered_bytes
             row.saveSeconds = copier.copied_s[Direction.SAVE]
             row.loadSeconds = copier.copied_s[Direction.LOAD]
+
+
+def _write_disks(status: Any, facts: Facts) -> None:
+    """Those that were opened, then those that could not be."""
+    tiers = facts.tiers
+    if tiers is None:
+        return
+    rows = status.init("disks", len(tiers.disks) + len(tiers.broken))
+    for row, one in zip(rows, tiers.disks, strict=False):
+        row.path, row.ring = one.disk.path, one.disk.ring_name
+        row.state = f"off: {one.fault}" if one.fault else one.state
+        row.capacityBytes = one.capacity_bytes
+        row.usedBytes, row.blockCount = one.used_bytes, one.block_count
+        row.foundCount = one.found_blocks
+        row.writtenBytes, row.readBytes = one.disk.bytes_written, one.disk.bytes_read
+        row.wrongCount, row.errorCount = one.lower.wrong_blocks_total, one.disk.io_error_count
+        row.waitingCount = len(tiers.below.spills)
+    for at, (path, reason) in enumerate(tiers.broken.items(), len(tiers.disks)):
+        rows[at].path, rows[at].state = path, f"off: {reason}"
 
 
 def _write_insight(status: Any, service: Service) -> None:

@@ -5,13 +5,16 @@ when a call is refused. This file does not know connections, memory or tasks; no
 checkpoint.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trikv.core.asked import Asked, Counted
+from trikv.core.below import Below
+from trikv.core.blocks import SEALED
 from trikv.core.cache import Cache
 from trikv.core.calls import Declare, Load, Named, Query, Register, Save
 from trikv.core.engines import Engines, Instance
@@ -19,7 +22,7 @@ from trikv.core.errors import BadRequestError, KvError, LeaseLostError
 from trikv.core.insight import Insight
 from trikv.core.keeper import Keeper
 from trikv.core.layout import GroupLayout
-from trikv.core.namespace import NAMESPACES_MAX, Namespace
+from trikv.core.namespace import NAMESPACES_MAX, Namespace, origin_of
 from trikv.core.plans import Hit, Key, LoadPlan, SavePlan
 from trikv.core.windows import Windows, salt_of
 from trikv.core.words import InstanceName, RequestId, SessionId, SpaceId, Words
@@ -47,10 +50,13 @@ class Store:
     engines: Engines
     now_s: Callable[[], float]
     windows: Windows
-    _answered: list[tuple[Namespace, int, Query, Hit, float]] = field(default_factory=list)
+    _answered: list[tuple[Key, Query, Hit, float]] = field(default_factory=list)
     insight: Insight | None = None  # what other sizes and orders of eviction would give
     recorder: Recorder | None = None
     keeper: Keeper | None = None
+    below: Below | None = None
+    _asked: Asked = field(default_factory=Asked)
+    _counting: dict[SpaceId, tuple[str, int]] = field(default_factory=dict)  # name and salt
 
     # -- instances
 
@@ -105,22 +111,28 @@ class Store:
         return Named(namespace.fingerprint.hex(), page_bytes, tuple(notes))
 
     def _open_spaces(self, namespace: Namespace) -> None:
-        pairs = zip(namespace.spaces, namespace.pages, strict=True)
-        for group, (space, page_bytes) in enumerate(pairs):
+        fingerprint = namespace.fingerprint
+        for group, (space, page_bytes) in enumerate(
+            zip(namespace.spaces, namespace.pages, strict=True)
+        ):
             self.cache.open_space(space, page_bytes, namespace.tenant)
+            salt = salt_of(fingerprint, group, namespace.epoch)
+            self._counting[space] = fingerprint.hex(), salt
+            origin = origin_of(fingerprint, group)
             if self.keeper is not None:
                 self.keeper.open_space(
-                    space,
-                    self.cache.spaces[space].shape,
-                    fingerprint=namespace.fingerprint,
-                    group=group,
-                    tenant=namespace.tenant,
+                    space, self.cache.spaces[space].shape, origin, namespace.tenant
                 )
+            if self.below is not None:
+                self.below.open_space(space, origin, page_bytes)
 
     def _close_space(self, space: SpaceId) -> None:
         self.cache.close_space(space)
+        self._counting.pop(space, None)
         if self.keeper is not None:
             self.keeper.close_space(space)
+        if self.below is not None:
+            self.below.close_space(space)
 
     def _forget_namespace(self, namespace: Namespace) -> None:
         """Drop a namespace that has neither engines nor blocks."""
@@ -132,7 +144,11 @@ class Store:
         """End the leases of an instance whose scheduler's word was just lost by a refusal."""
         instance = self.engines.by_name.get(name)
         if instance is None or instance.declared_by is None:
-            self.cache.release_instance(name)
+            self._release_instance(name)
+
+    def _release_instance(self, name: InstanceName) -> None:
+        self.cache.release_instance(name)
+        self._count(self._asked.ended(name), self.now_s())
 
     def _make_room_for_namespace(self) -> None:
         """At the bound, forget namespaces that have neither engines nor blocks."""
@@ -147,7 +163,7 @@ class Store:
     def session_lost(self, session: SessionId) -> None:
         """Forget everything a session said; its copies must have ended."""
         for name in self.engines.session_lost(session):
-            self.cache.release_instance(name)
+            self._release_instance(name)
 
     # -- calls of a complete instance
 
@@ -160,27 +176,51 @@ class Store:
         key = self._key(name, call.group, call.request)
         now_s = self.now_s()
         hit = self.cache.query(key, call.words, now_s=now_s)
-        namespace = self._namespace(self.engines.ready(name))
-        self._answered.append((namespace, namespace.epoch, call, hit, now_s))
+        if self.below is not None and hit.count < len(call.words):
+            hit = replace(hit, coming=self.below.fetch(*self._rest(key, call, hit.count)).count)
+        self._answered.append((key, call, hit, now_s))
         if len(self._answered) >= ANSWERED_MAX:
             self.settle()
         if hit.asked_before == 0:
             self._note(key, call.words, None)
         return hit
 
+    def coming(self, name: InstanceName | None, call: Query) -> tuple[int, int]:
+        """What `query` would find: blocks at hand, and blocks behind them that are coming.
+
+        Raises:
+            NotReadyError, BadRequestError: refused.
+        """
+        key = self._key(name, call.group, call.request)
+        found = self.cache.index.find_prefix(key.space, call.words)
+        sealed = self.cache.blocks.state[found] == SEALED
+        count = len(found) if bool(sealed.all()) else int(np.argmin(sealed))
+        if self.below is None:
+            return count, 0
+        lease = self.cache.leases.of_space(key.instance, key.request, key.space)
+        held = 0 if lease is None else len(lease.entries)
+        space, words, _, room = self._rest(key, call, count)
+        return count, self.below.coming(space, words, count, max(0, room + held - count))
+
+    def _rest(self, key: Key, call: Query, count: int) -> tuple[SpaceId, Words, int, int]:
+        """Space, words, how many are at hand, and how many more may be promised."""
+        room = self.cache.leases.room(self.cache.spaces[key.space].block_bytes)
+        return key.space, call.words, count, room
+
     def settle(self) -> None:
         """Do what a query left for later."""
         self.cache.settle()
-        for namespace, epoch, call, hit, now_s in self._answered:
-            first = hit.asked_before
-            self.windows.record(
-                namespace.fingerprint.hex(),
-                salt_of(namespace.fingerprint, call.group, epoch),
-                call.words[first:],
-                (max(0, hit.count - first),),
-                now_s=now_s,
-            )
+        for key, call, hit, now_s in self._answered:
+            self._count(self._asked.answered(key, call.words, hit), now_s)
         self._answered.clear()
+
+    def _count(self, counted: Iterable[Counted], now_s: float) -> None:
+        for one in counted:
+            name, salt = self._counting.get(one.key.space, ("", 0))
+            if name:  # else its namespace was forgotten
+                self.windows.record(
+                    name, salt, one.words[one.first : one.end], one.by_tier, now_s=now_s
+                )
 
     def prepare_save(
         self, session: SessionId, name: InstanceName | None, call: Save
@@ -241,8 +281,10 @@ class Store:
     def release(self, name: InstanceName | None, requests: list[RequestId]) -> None:
         """These requests have ended."""
         if name is not None:
+            self.settle()
             for request in requests:
                 self.cache.release(name, request)
+                self._count(self._asked.ended(name, request), self.now_s())
 
     def reset(self, name: InstanceName | None) -> int:
         """Make every block of the instance's namespace unreachable; returns how many.
@@ -251,9 +293,12 @@ class Store:
             NotReadyError: refused.
         """
         namespace = self._namespace(self.engines.ready(name))
-        dropped = sum(
-            self.cache.drop_space(space) for space in self.engines.namespaces.renew(namespace)
-        )
+        self.settle()
+        dropped = 0
+        for space in self.engines.namespaces.renew(namespace):
+            dropped += self.cache.drop_space(space)
+            if self.below is not None:
+                self.below.drop_space(space)
         self._open_spaces(namespace)
         self._close_old_spaces()
         return dropped

@@ -55,5 +55,6 @@ def at_once(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], Answered
 
 
 def _name(method: Callable[[Any, Any], Any]) -> str:
-    """As the schema calls it."""
-    return method.__name__.removesuffix("_context")
+    """As the schema calls it; a method may be in two parts."""
+    name = method.__name__.removesuffix("_context").lstrip("_")
+    return name.removesuffix("_at_once").removesuffix("_late")

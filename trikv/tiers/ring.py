@@ -70,11 +70,13 @@ class Ring:
 
     Attributes:
         name: of the back end.
+        joins_memory: neighbouring pages may be one piece.
         is_stalled: an operation hangs; nothing is begun any more.
     """
 
     def __init__(self, queue: Queue, fd: int, io_s_max: float) -> None:
         self.name = queue.name
+        self.joins_memory = queue.joins_memory
         self.is_stalled = False
         self._queue = queue
         self._fd = fd
@@ -118,7 +120,8 @@ class Ring:
             for ticket, flight in self._live.items():
                 if flight.job is job:
                     self._queue.cancel(ticket)
-            self._queue.submit()
+            if not self._queue.submit():
+                self._want_feed()
             return trio.lowlevel.Abort.FAILED
 
         await trio.lowlevel.wait_task_rescheduled(abort)
@@ -136,6 +139,12 @@ class Ring:
         if limit.cancelled_caught:
             self._stall()
             raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    async def _serve(self) -> None:
+        async with trio.open_nursery() as tasks:
+            tasks.start_soon(self._feed)
+            tasks.start_soon(self._reap)
+            tasks.start_soon(self._watch)
 
     # -- beginning
 
@@ -171,8 +180,7 @@ class Ring:
                 break
             self._push(flight)
             room -= flight.left
-        self._queue.submit()
-        return room <= 0
+        return not self._queue.submit() or room <= 0
 
     def _next_flight(self) -> _Flight | None:
         if self._again:
@@ -287,10 +295,15 @@ class Ring:
                 self._stall()
 
     def _stall(self) -> None:
+        """The disk hangs."""
+        if not self.is_stalled:
+            self._deliver()
+            self._give_up()
+
+    def _give_up(self) -> None:
         """Tell every caller what it can know; nothing is begun any more."""
         if self.is_stalled:
             return
-        self._deliver()
         self.is_stalled = True
         jobs = {id(job): job for lane in self._waiting for job in lane}
         jobs |= {id(flight.job): flight.job for flight in self._again}
@@ -335,11 +348,11 @@ async def open_ring(queue: Queue, fd: int, *, io_s_max: float = IO_S_MAX) -> Asy
             service = trio.CancelScope(shield=True)  # callers need answers, whatever ends
 
             async def serve() -> None:
-                with service:
-                    async with trio.open_nursery() as tasks:
-                        tasks.start_soon(ring._feed)  # noqa: SLF001  # its own tasks
-                        tasks.start_soon(ring._reap)  # noqa: SLF001
-                        tasks.start_soon(ring._watch)  # noqa: SLF001
+                try:
+                    with service:
+                        await ring._serve()  # noqa: SLF001  # made for this
+                finally:
+                    ring._give_up()  # noqa: SLF001  # nobody waits for what nobody serves
 
             nursery.start_soon(serve)
             try:

@@ -45,6 +45,7 @@ def join(
     *,
     is_write: bool,
     bytes_max: int = OPERATION_BYTES_MAX,
+    joins_memory: bool = True,
     keep: object = None,
 ) -> tuple[Transfers, NDArray[np.int64], NDArray[np.int64]]:
     """Make operations of blocks; those that are neighbours on the disk share one.
@@ -55,6 +56,7 @@ def join(
         lengths: bytes of a page on each rank; on the disk pages follow one another.
         is_write: which way they go.
         bytes_max: of an operation, unless one block is larger.
+        joins_memory: pages that are neighbours in memory become one piece.
         keep: what owns the memory.
 
     Returns:
@@ -74,21 +76,24 @@ def join(
     pieces = np.empty((count, ranks, 2), np.uint64)
     pieces[:, :, 0] = addresses[order]
     pieces[:, :, 1] = lengths
-    table, first = _joined(pieces.reshape(-1, 2), np.flatnonzero(is_first) * ranks)
+    table, first = _joined(pieces.reshape(-1, 2), np.flatnonzero(is_first) * ranks, joins_memory)
     transfers = Transfers(is_write, starts[is_first], table, first, keep)
     return transfers, order, of
 
 
 def _joined(
-    pieces: NDArray[np.uint64], first: NDArray[np.int64]
+    pieces: NDArray[np.uint64],
+    first: NDArray[np.int64],
+    joins_memory: bool,  # noqa: FBT001
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     """Pieces of one operation that are neighbours in memory become one."""
     count = len(pieces)
     if count == 0:
         return pieces, np.zeros(1, np.int64)
     is_first = np.ones(count, np.bool_)
-    is_first[1:] = pieces[1:, 0] != pieces[:-1, 0] + pieces[:-1, 1]
-    is_first[first] = True
+    if joins_memory:
+        is_first[1:] = pieces[1:, 0] != pieces[:-1, 0] + pieces[:-1, 1]
+        is_first[first] = True
     kept = np.flatnonzero(is_first)
     joined = np.empty((len(kept), 2), np.uint64)
     joined[:, 0] = pieces[kept, 0]

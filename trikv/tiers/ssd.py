@@ -21,6 +21,7 @@ import trio
 from numpy.typing import NDArray
 
 from trikv.core import sums
+from trikv.core.errors import BadRequestError
 from trikv.core.pages import PAGE_ALIGN
 from trikv.core.slots import (
     NO_SLOTS,
@@ -36,10 +37,10 @@ from trikv.core.superblock import Superblock
 from trikv.tiers.diskfile import DiskFile, open_file
 from trikv.tiers.front import DiskFailedError, Front, write_page
 from trikv.tiers.ring import IO_S_MAX, open_ring
+from trikv.tiers.rings import AUTO, make_queue, why_not
 from trikv.tiers.runs import OPERATION_BYTES_MAX, join, view
 from trikv.tiers.scan import scan
 from trikv.tiers.table import Table
-from trikv.tiers.threads import ThreadQueue
 from trikv.tiers.transfers import HELD, Transfers
 
 ERRORS_A_MINUTE_MAX: Final = 16
@@ -67,6 +68,7 @@ class Ring(Protocol):
     """What `ring.Ring` is to this file."""
 
     name: str
+    joins_memory: bool
 
     async def run(self, transfers: Transfers) -> None:
         """Carry out operations."""
@@ -288,6 +290,7 @@ class Disk:
                 blocks.lengths,
                 is_write=is_write,
                 bytes_max=bytes_max,
+                joins_memory=self._ring.joins_memory,
             )
             try:
                 await self._run(transfers)
@@ -365,7 +368,7 @@ def _sums(
 
 @asynccontextmanager
 async def open_disk(
-    path: str, capacity_bytes: int, *, ring: str = "auto", region_bytes: int = 0
+    path: str, capacity_bytes: int, *, ring: str = AUTO, region_bytes: int = 0
 ) -> AsyncIterator[Disk]:
     """Open or format a disk; leaving the block without `Disk.close` is like a crash.
 
@@ -376,13 +379,17 @@ async def open_disk(
         region_bytes: for tests; see `slots.layout_for`.
 
     Raises:
+        BadRequestError: that ring does not work here.
         UnusableDiskError: it must not be used; one line says why, and it is as it was.
         DiskFailedError: it does not work.
     """
+    reason = await trio.to_thread.run_sync(why_not, ring)
+    if reason:
+        raise BadRequestError(f"{ring} {reason}", ring=ring)
     opened = partial(open_file, path, capacity_bytes, region_bytes=region_bytes)
     file: DiskFile = await trio.to_thread.run_sync(opened)
     try:
-        queue = ThreadQueue(file.fd)
+        queue = make_queue(ring, file.fd)
         async with open_ring(queue, file.fd) as served:
             disk = Disk(served, file.superblock, file.path)
             await disk.start()

@@ -31,6 +31,7 @@ class ThreadQueue:
 
     name = "threads"
     depths = DEPTHS
+    joins_memory = True
 
     def __init__(self, fd: int) -> None:
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -47,12 +48,13 @@ class ThreadQueue:
     def cancel(self, ticket: int) -> None:
         """A system call in a thread cannot be called back."""
 
-    def submit(self) -> None:
+    def submit(self) -> bool:
         """Give each operation to a thread."""
         for ticket, call in self._taken:
             self._under_way += 1
             trio.lowlevel.start_thread_soon(call, partial(self._has_ended, ticket), "trikv disk")
         self._taken.clear()
+        return True
 
     def reap(self) -> list[tuple[int, int]]:
         """What the threads have come to."""

@@ -49,6 +49,7 @@ class Queue(Protocol):
 
     name: str
     depths: tuple[int, int]  # reads and writes that it should have under way
+    joins_memory: bool  # neighbouring pages may be one piece
     event_fd: int  # becomes readable when `reap` may have something
 
     def push(self, ticket: int, offset: int, pieces: NDArray[np.uint64], *, is_write: bool) -> None:
@@ -57,8 +58,8 @@ class Queue(Protocol):
     def cancel(self, ticket: int) -> None:
         """Ask that an operation ends early."""
 
-    def submit(self) -> None:
-        """Begin what was taken."""
+    def submit(self) -> bool:
+        """Begin what was taken; false when some of it has to be asked for again."""
 
     def reap(self) -> list[tuple[int, int]]:
         """Tickets of what has ended, each with its bytes or, negative, its errno."""

@@ -1,0 +1,180 @@
+"""Blocks on their way up: reads that requests wait for, and the waiting.
+
+Decided here: in which order disks are read, how many reads are under way, and when a request waits
+no longer. This file does not know what is read or how.
+
+| a read | then |
+| --- | --- |
+| of a request that waits or has just asked | before all others |
+| of a request that has ended | after them; given up when too many wait |
+| failed | its blocks are misses, and so is what follows them |
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import trio
+
+from trikv.core.below import Below, ReadPart
+from trikv.core.calls import Query
+from trikv.core.words import InstanceName, RequestId
+from trikv.nursery.disks import DiskTier
+
+READ_BYTES_MAX: Final = 16 << 20  # of one read: then those who wait are told
+READERS: Final = 4  # reads under way on each disk
+WAITS_MAX: Final = 256
+UNWANTED_MAX: Final = 256
+WAIT_S_MAX: Final = 60.0
+PATIENCE: Final = 4.0  # an estimate may be so many times too high
+GRACE_S: Final = 0.1
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One read that waits for its turn."""
+
+    part: ReadPart
+    instance: InstanceName | None
+    request: RequestId
+
+
+class _Queue:
+    """The reads of one disk."""
+
+    def __init__(self) -> None:
+        self.wanted: deque[Job] = deque()
+        self.unwanted: deque[Job] = deque()
+        self.bytes = 0  # waiting and under way
+        self.has_more = trio.Event()
+
+    def next(self) -> Job | None:
+        return (self.wanted or self.unwanted).popleft() if self.wanted or self.unwanted else None
+
+
+class Prefetching:
+    """Reads of all disks.
+
+    At the bound: a request that would be one too many to wait is answered at once.
+    """
+
+    def __init__(self, below: Below, tiers: list[DiskTier]) -> None:
+        self.waits = 0
+        self.waited_total = 0
+        self.given_up_total = 0
+        self._below = below
+        self._tiers = tiers
+        self._queues: list[_Queue] = []
+        self._moved = trio.Event()
+        self._is_closed = False
+
+    def begin(self, instance: InstanceName | None, request: RequestId) -> None:
+        """Queue the reads that a query has prepared."""
+        while self._below.begun:
+            part = self._below.begun.popleft()
+            if self._is_closed:
+                self._below.give_up(part)
+                continue
+            step = max(1, READ_BYTES_MAX // sum(part.landing.lengths))
+            for first in range(0, len(part.rows), step):
+                at = np.arange(first, min(first + step, len(part.rows)))
+                queue, one = self._queues[part.disk], part.take(at)
+                queue.wanted.append(Job(one, instance, request))
+                queue.bytes += one.bytes
+                queue.has_more.set()
+
+    def seconds(self) -> float:
+        """An estimate of how long what was queued takes."""
+        pairs = zip(self._tiers, self._queues, strict=True)
+        return max((queue.bytes / tier.rate for tier, queue in pairs), default=0.0)
+
+    def released(self, instance: InstanceName | None, requests: Iterable[RequestId]) -> None:
+        """Requests have ended: what they waited for is read when nobody else wants anything."""
+        ended = set(requests)
+        for queue in self._queues:
+            mine = [one for one in queue.wanted if _is_of(one, instance, ended)]
+            if mine:
+                queue.wanted = deque(one for one in queue.wanted if one not in mine)
+                queue.unwanted += mine
+            while len(queue.unwanted) > UNWANTED_MAX:
+                self._give_up(queue, queue.unwanted.popleft())
+
+    async def wait(self, call: Query, coming: Callable[[], tuple[int, int]]) -> None:
+        """Return when nothing more is coming, waiting pays no more, or the time is over.
+
+        Args:
+            call: says how long it may wait.
+            coming: how many blocks are at hand, and how many are coming.
+
+        Raises:
+            KvError: as `coming` does.
+        """
+        until_s = trio.current_time() + min(call.wait_s, WAIT_S_MAX)
+        if self.waits >= WAITS_MAX:
+            return
+        self.waits += 1
+        self.waited_total += 1
+        try:
+            with trio.move_on_at(until_s):
+                while not self._is_closed and coming()[1] > 0 and self._pays(until_s):
+                    await self._moved.wait()
+        finally:
+            self.waits -= 1
+
+    def _pays(self, until_s: float) -> bool:
+        """False when far more is queued than can be read in time, so that most waited in vain."""
+        return self.seconds() <= PATIENCE * max(0.0, until_s - trio.current_time()) + GRACE_S
+
+    def close(self) -> None:
+        """Nothing more is begun, and nobody waits."""
+        self._is_closed = True
+        self._tell()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Read until cancelled; then every read that waits is given up.
+
+        Cancellation: reads that have begun are waited for.
+        """
+        self._queues = [_Queue() for _ in self._tiers]
+        try:
+            async with trio.open_nursery() as nursery:
+                for tier, queue in zip(self._tiers, self._queues, strict=True):
+                    for _ in range(READERS):
+                        nursery.start_soon(self._read, tier, queue)
+                task_status.started()
+        finally:
+            self.close()
+            for queue in self._queues:
+                while (job := queue.next()) is not None:
+                    self._give_up(queue, job)
+
+    async def _read(self, tier: DiskTier, queue: _Queue) -> None:
+        while True:
+            job = queue.next()
+            if job is None:
+                queue.has_more = trio.Event()
+                await queue.has_more.wait()
+                continue
+            try:
+                await tier.read(job.part)
+            finally:
+                queue.bytes -= job.part.bytes
+                self._tell()
+            await trio.lowlevel.checkpoint()
+
+    def _give_up(self, queue: _Queue, job: Job) -> None:
+        queue.bytes -= job.part.bytes
+        self.given_up_total += len(job.part.rows)
+        self._below.give_up(job.part)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Those who wait look again."""
+        self._moved.set()
+        self._moved = trio.Event()
+
+
+def _is_of(job: Job, instance: InstanceName | None, requests: set[RequestId]) -> bool:
+    return job.instance == instance and job.request in requests
