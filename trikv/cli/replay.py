@@ -54,17 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"(5000) or sizes (30gb) [{CAPACITIES.replace('%', '%%')}]",
     )
     parser.add_argument(
-        "--ssd",
-        default="0",
-        metavar="LIST",
-        help="of the disks below all pools together, spelled as --capacity; 0: none [0]",
-    )
-    parser.add_argument(
-        "--ssd-write-through",
-        action="store_true",
-        help="disks get every block, not only those that are used again or would be evicted",
-    )
-    parser.add_argument(
         "--policy",
         default=DEFAULT,
         metavar="LIST",
@@ -97,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="run N sessions at a time that were recorded one after another",
     )
+    _add_ssd(parser)
     _add_service(parser)
     parser.add_argument(
         "--jobs",
@@ -107,6 +97,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one object a line, for programs")
     parser.add_argument("--plot", metavar="FILE", help="hit rate against capacity: .png or .svg")
+
+
+def _add_ssd(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ssd",
+        default="0",
+        metavar="LIST",
+        help="of the disks below all pools together, spelled as --capacity; 0: none [0]",
+    )
+    parser.add_argument(
+        "--ssd-write-through",
+        action="store_true",
+        help="disks get every block, not only those that are used again or would be evicted",
+    )
 
 
 def _add_service(parser: argparse.ArgumentParser) -> None:
