@@ -8,7 +8,7 @@ import pytest
 
 from tests.connector.test_scheduler_half import TOKENS, Bench, request, step_output
 from tests.connector.test_worker_half import Rank
-from trikv.connector import scheduler
+from trikv.connector import lookups
 from trikv.connector.jobs import IDLE_S
 
 
@@ -51,7 +51,7 @@ def test_an_idle_engine_waits_a_moment_for_the_answer_once() -> None:
 
 def test_a_busy_engine_is_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_s = 20.0
-    monkeypatch.setattr(scheduler, "IDLE_S", wait_s)
+    monkeypatch.setattr(lookups, "IDLE_S", wait_s)
     bench = Bench()
     bench.half.step(step_output(scheduled={"q": 5}))
     one = request("u")

@@ -40,7 +40,7 @@ class Spilling:
     def is_full(self) -> bool:
         """The pool fills up: what no disk holds is written before it is evicted."""
         pages = self._below.cache.pages
-        return pages.used_bytes > (1 - FILLING_UP) * pages.capacity_bytes
+        return pages.used_bytes >= (1 - FILLING_UP) * pages.capacity_bytes
 
     async def run(self) -> None:
         """Write until cancelled; begins when what the disks hold is known.
