@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 import numpy as np
-from cache_world import LEASE_S, PAGE, PAGES, SLAB, Who, path_to, words
+from cache_world import LEASE_S, PAGE, PAGES, SLAB, Who, drop_space, path_to, words
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -330,7 +330,7 @@ class BelowMachine(RuleBasedStateMachine):
             return
         space = self.spaces[which % len(self.spaces)]
         old = self.number[space]
-        self.cache.drop_space(old)
+        drop_space(self.cache, old)
         origin = self.below.drop_space(old)
         for lower, medium in zip(self.lowers, self.mediums, strict=True):
             number = lower._origins[origin]
@@ -394,7 +394,7 @@ class BelowMachine(RuleBasedStateMachine):
             self.below.end_spill(part, np.zeros(count, np.bool_), np.zeros(count, np.uint64))
         self.cache.release_instance(InstanceName("one"))
         for space in self.spaces:
-            self.cache.drop_space(self.number[space])
+            drop_space(self.cache, self.number[space])
             self.below.drop_space(self.number[space])
         assert self.cache.pages.used_bytes == 0
         assert not self.cache.transfers

@@ -74,6 +74,15 @@ def rows_in(order: Any) -> tuple[set[int], set[int]]:  # noqa: ANN401
     return set(known), parked
 
 
+def drop_space(cache: Cache, space: SpaceId) -> int:
+    """Forget all blocks of a space; returns how many left the index."""
+    before = cache.counters.dropped_blocks_total
+    cache.retire_space(space)
+    while cache.drop_retired():
+        pass
+    return cache.counters.dropped_blocks_total - before
+
+
 @dataclass(eq=False)
 class Life:
     """A block from its reservation until its pages are free."""
@@ -142,6 +151,9 @@ class Model:
         for life in lives:
             life.pins -= 1
             self.let_go(life)
+
+    def dropped(self, cache: Cache, space: SpaceId) -> int:
+        return drop_space(cache, space)
 
     def end(self, who: Who) -> None:
         self.unpin(self.leases.pop(who).lives)

@@ -191,7 +191,7 @@ class CacheMachine(Model, RuleBasedStateMachine):
         lost = [life for life in self.lives.values() if life.space == space]
         for life in lost:
             self.lose(life)
-        assert self.cache.drop_space(space) == len(lost)
+        assert self.dropped(self.cache, space) == len(lost)
 
     # -- loads
 

@@ -372,6 +372,8 @@ class World:
         for namespace in self.service.store.engines.namespaces.by_fingerprint.values():
             assert namespace.instances == 0
             for space in namespace.spaces:
-                self.cache.drop_space(space)
+                self.cache.retire_space(space)
+        while self.cache.drop_retired():
+            pass
         self.report.left["pages"] = self.cache.pages.used_bytes
         self.report.left["keys"] = len(self.cache.index)

@@ -96,7 +96,9 @@ def live(folder: Path, seed: int) -> None:
         group = rng.choice((0, 0, 0, 1))
         host.save(group, rng.sample(range(10_000), rng.randint(1, 40)), turn)
         if rng.random() < 0.02:
-            host.cache.drop_space(SpaceId(host.spaces[rng.randrange(2)]))
+            host.cache.retire_space(SpaceId(host.spaces[rng.randrange(2)]))
+            while host.cache.drop_retired():
+                pass
 
 
 def main(folder: Path, kills: int, seed: int) -> None:

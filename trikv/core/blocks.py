@@ -109,6 +109,7 @@ class Blocks:
         below: bool, a disk holds it too, as far as is known; whoever knows sets it.
         counts: rows by state.
         sealed_by_space: sealed rows by space, spaces without any left out.
+        used_by_space: likewise, rows that are not absent.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -129,6 +130,7 @@ class Blocks:
         self.counts = dict.fromkeys(map(int, State), 0)  # rows by state
         self.counts[ABSENT] = capacity
         self.sealed_by_space: dict[int, int] = {}
+        self.used_by_space: dict[int, int] = {}
         self._unused = _Rows(capacity)
         self.watcher: Watcher | None = None
 
@@ -136,6 +138,11 @@ class Blocks:
     def unused_count(self) -> int:
         """Rows that `reserve` could still hand out."""
         return len(self._unused)
+
+    @property
+    def row_count(self) -> int:
+        """Rows below this one are all that were ever in use."""
+        return self._unused.fresh
 
     def reserve(
         self,
@@ -162,6 +169,7 @@ class Blocks:
         self.replica[entries] = False
         self.below[entries] = False
         self.generation[entries] += np.uint32(1)
+        _add(self.used_by_space, space, len(entries))
         return entries
 
     def claim(self, entries: Entries, rank: int) -> None:
@@ -276,6 +284,8 @@ class Blocks:
         spaces, counts = np.unique(self.space[state == SEALED], return_counts=True)
         found = zip(spaces.tolist(), counts.tolist(), strict=True)
         assert self.sealed_by_space == dict(found)
+        spaces, counts = np.unique(self.space[state != ABSENT], return_counts=True)
+        assert self.used_by_space == dict(zip(spaces.tolist(), counts.tolist(), strict=True))
 
     def _end_writes(self, entries: Entries) -> None:
         self.writers[entries] -= 1
@@ -290,6 +300,7 @@ class Blocks:
         return free
 
     def _retire(self, entries: Entries) -> None:
+        self._tally(self.used_by_space, entries.astype(np.int64), -1)
         self._set_state(entries, ABSENT)
         self.evictable[entries] = False
         self._unused.give_back(entries)
@@ -305,33 +316,38 @@ class Blocks:
         self.counts[state] += len(entries)
         if counts[SEALED]:
             gone = entries[before == SEALED]
-            self._count_sealed(gone, -1)
+            self._tally(self.sealed_by_space, gone, -1)
             if self.watcher is not None:
                 self.watcher.unsealed(gone.astype(np.int32))
         self.state[entries] = state
         if state == SEALED:
-            self._count_sealed(entries, 1)
+            self._tally(self.sealed_by_space, entries, 1)
             if self.watcher is not None:
                 self.watcher.sealed(entries.astype(np.int32))
 
-    def _count_sealed(self, entries: NDArray[np.int64], sign: int) -> None:
+    def _tally(self, totals: dict[int, int], entries: NDArray[np.int64], sign: int) -> None:
+        if len(entries) == 0:
+            return
         of = self.space[entries]
         if bool((of == of[0]).all()):  # as nearly always
-            pairs = [(of.item(0), len(of))]
-        else:
-            spaces, counts = np.unique(of, return_counts=True)
-            pairs = list(zip(spaces.tolist(), counts.tolist(), strict=True))
-        for space, count in pairs:
-            total = self.sealed_by_space.get(space, 0) + sign * count
-            if total:
-                self.sealed_by_space[space] = total
-            else:
-                self.sealed_by_space.pop(space, None)
+            _add(totals, of.item(0), sign * len(of))
+            return
+        spaces, counts = np.unique(of, return_counts=True)
+        for space, count in zip(spaces.tolist(), counts.tolist(), strict=True):
+            _add(totals, space, sign * count)
 
     def _expect(self, entries: NDArray[Any], state: int) -> None:
         if not is_all(self.state[entries] == state):
             found = set(self.state[entries].tolist())
             raise IllegalEventError(f"expected only {State(state).name} blocks, found {found}")
+
+
+def _add(totals: dict[int, int], space: int, count: int) -> None:
+    total = totals.get(space, 0) + count
+    if total:
+        totals[space] = total
+    else:
+        totals.pop(space, None)
 
 
 def _mask(rank_count: int) -> np.uint64:
@@ -345,20 +361,20 @@ class _Rows:
     def __init__(self, capacity: int) -> None:
         self._stack = np.empty(capacity, np.int32)
         self._returned = 0
-        self._fresh = 0
+        self.fresh = 0
         self._capacity = capacity
 
     def __len__(self) -> int:
-        return self._returned + self._capacity - self._fresh
+        return self._returned + self._capacity - self.fresh
 
     def take(self, count: int) -> Entries:
         """Distinct rows, ascending, so that a prefix is usually a run of consecutive rows."""
         assert count <= len(self)
-        fresh = min(count, self._capacity - self._fresh)
+        fresh = min(count, self._capacity - self.fresh)
         rest = count - fresh
         rows = np.empty(count, np.int32)
-        rows[:fresh] = np.arange(self._fresh, self._fresh + fresh, dtype=np.int32)
-        self._fresh += fresh
+        rows[:fresh] = np.arange(self.fresh, self.fresh + fresh, dtype=np.int32)
+        self.fresh += fresh
         rows[fresh:] = self._stack[self._returned - rest : self._returned]
         self._returned -= rest
         rows.sort()

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.ma  # np.unique loads it when first used: 50 ms in the midst of a call
 from numpy.typing import NDArray
 
-from trikv.core.blocks import ABSENT, FILLING, SEALED, Blocks
+from trikv.core.blocks import FILLING, SEALED, Blocks
 from trikv.core.chains import Chains
 from trikv.core.counters import Counters
 from trikv.core.errors import BadRequestError
@@ -22,6 +22,7 @@ from trikv.core.leases import Lease, Leases
 from trikv.core.pages import Pages
 from trikv.core.plans import Hit, Key, Limits, LoadPlan, SavePlan, SpaceFacts
 from trikv.core.policies import Maker, leaf_first_lru
+from trikv.core.retired import Retired
 from trikv.core.room import Room
 from trikv.core.rows import is_all, rows_of
 from trikv.core.spills import Spills
@@ -69,6 +70,7 @@ class Cache:
         self.chains = Chains(limits.chains_max)
         self.spaces: dict[SpaceId, SpaceFacts] = {}
         self.transfers: set[TransferId] = set()
+        self._retired = Retired(self.blocks)
         self._orders = self.room.orders
         self._fills = Fills(limits, *parts[:3], self.room, self.uses)
         self._spills: Spills | None = None
@@ -99,15 +101,24 @@ class Cache:
         if self.tenants is not None:
             self.tenants.forget(space)
 
-    def drop_space(self, space: SpaceId) -> int:
-        """Forget all blocks of a space (a scan of the columns); returns how many left the index."""
-        states = self.blocks.state
-        mine = (self.blocks.space == space) & ((states == FILLING) | (states == SEALED))
-        entries = np.flatnonzero(mine).astype(np.int32)
+    def retire_space(self, space: SpaceId) -> int:
+        """Nobody can reach a space any more: `drop_retired` forgets its blocks bit by bit.
+
+        Returns:
+            How many there are, those that somebody still holds included.
+        """
+        self._retired.add(space)
+        return self.blocks.used_by_space.get(space, 0)
+
+    def drop_retired(self) -> bool:
+        """Forget some blocks of retired spaces; False: there was nothing to do."""
+        if not len(self._retired):
+            return False
+        space, entries = self._retired.next()
         self._orders[self.spaces[space].shape].forget(entries)
         self._drop(entries)
         self.counters.dropped_blocks_total += len(entries)
-        return len(entries)
+        return True
 
     # -- query and leases
 
@@ -360,8 +371,8 @@ class Cache:
         return self._fills.bytes + self.landings.bytes
 
     def spaces_in_use(self) -> set[SpaceId]:
-        """Spaces that have blocks in any state (a scan of the columns)."""
-        return set(np.unique(self.blocks.space[self.blocks.state != ABSENT]).tolist())
+        """Spaces that have blocks in any state."""
+        return set(map(SpaceId, self.blocks.used_by_space))
 
     def blocks_by_space(self) -> dict[SpaceId, int]:
         """Sealed blocks of each space that has any."""
@@ -375,16 +386,9 @@ class Cache:
             return
         was_filling = entries[self.blocks.state[entries] == FILLING]
         saved = was_filling[~self.landings.is_landing[was_filling]]
-        self._fills.bytes -= self._bytes_of(saved)
+        self._fills.gave_up(saved, self.spaces)
         self.index.remove(entries)
         self.room.free(self.blocks.drop(entries))
-
-    def _bytes_of(self, entries: Entries) -> int:
-        spaces, counts = np.unique(self.blocks.space[entries], return_counts=True)
-        return sum(
-            self.spaces[SpaceId(int(space))].block_bytes * int(count)
-            for space, count in zip(spaces, counts, strict=True)
-        )
 
     def _begin(self) -> TransferId:
         transfer = TransferId(next(self._numbers))

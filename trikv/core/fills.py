@@ -5,6 +5,7 @@ who saves or how blocks end.
 """
 
 from collections import deque
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,6 +85,12 @@ class Fills:
             same = self._blocks.generation[entries] == generations
             found.append(entries[same & (self._blocks.state[entries] == FILLING)])
         return np.concatenate(found)
+
+    def gave_up(self, entries: Entries, spaces: Mapping[SpaceId, SpaceFacts]) -> None:
+        """Rows that were claimed here are dropped, of whichever spaces."""
+        found, counts = np.unique(self._blocks.space[entries], return_counts=True)
+        for space, count in zip(found.tolist(), counts.tolist(), strict=True):
+            self.bytes -= spaces[space].block_bytes * count
 
 
 def check_distinct(words: Words) -> None:

@@ -41,6 +41,7 @@ class Keeper:
         self._index = index
         self._room = room
         self._named: dict[SpaceId, _Named] = {}
+        self._voided: dict[SpaceId, int | None] = {}
         self._is_adopting = False
         blocks.watcher = self
 
@@ -48,9 +49,16 @@ class Keeper:
         """Blocks of a space are kept from now on, under its origin."""
         self._named[space] = _Named(origin, tenant, self._pages.page_bytes(shape))
 
+    def retire_space(self, space: SpaceId) -> None:
+        """Nobody can reach a space any more: from now on no daemon finds its blocks."""
+        named = self._named.pop(space, None)
+        if named is not None:
+            self._voided[space] = self._ledger.void(named.origin)
+
     def close_space(self, space: SpaceId) -> None:
         """A space without blocks is forgotten."""
         self._named.pop(space, None)
+        self._ledger.reuse(self._voided.pop(space, None))
 
     def sealed(self, entries: Entries) -> None:
         """Write their records."""

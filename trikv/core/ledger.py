@@ -8,6 +8,7 @@ where the memory comes from, or blocks.
 | --- | --- |
 | its block is sealed | written, the sequence last |
 | its block leaves the sealed ones, for whatever reason | sequence 0, before anything else |
+| its namespace is reset | its origin's row is unused at once; the record is struck later |
 | a slab is cut for another shape | the slab's row is written before any record of it |
 
 So a record with a sequence names bytes that are whole and that nobody may write. Everything else,
@@ -138,6 +139,7 @@ class Ledger:
         self._shapes: list[tuple[int, ...] | None] = [None] * slab_count
         self._cuts = np.zeros(slab_count, np.uint64)
         self._ids: dict[bytes, int] = {}
+        self._voided: set[int] = set()
         self._sequence = 0
         self._begin_or_go_on(pool_bytes, slab_bytes)
 
@@ -171,6 +173,22 @@ class Ledger:
     def strike(self, slots: Slots) -> None:
         """These slots hold no sealed block any more."""
         self._records["sequence"][slots] = 0
+
+    def void(self, origin: bytes) -> int | None:
+        """No record of an origin counts any more; its later blocks are told from these.
+
+        Returns:
+            What `reuse` is to be given once all its records are struck.
+        """
+        number = self._ids.pop(origin, None)
+        if number is not None:
+            self._origins["is_used"][number] = 0
+            self._voided.add(number)
+        return number
+
+    def reuse(self, number: int | None) -> None:
+        """A voided origin has no records: its place may be given to another."""
+        self._voided.discard(-1 if number is None else number)
 
     def recover(self) -> Iterator[Found]:
         """What an earlier daemon has left; records that are not right are struck.
@@ -255,8 +273,9 @@ class Ledger:
     def _origin(self, name: bytes, tenant: str) -> int | None:
         assert len(name) == ORIGIN_BYTES
         number = self._ids.get(name)
-        if number is None and len(self._ids) < ORIGINS_MAX:
-            number = int(np.flatnonzero(self._origins["is_used"] == 0)[0])
+        if number is None and len(self._ids) + len(self._voided) < ORIGINS_MAX:
+            unused = np.flatnonzero(self._origins["is_used"] == 0).tolist()
+            number = next(one for one in unused if one not in self._voided)
             self._origins["name"][number] = np.frombuffer(name, np.uint8)
             whose = tenant.encode()
             self._origins["tenant"][number] = whose if len(whose) <= TENANT_BYTES_MAX else b""

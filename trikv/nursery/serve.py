@@ -36,6 +36,7 @@ from trikv.nursery.ceiling import CeilingTask, state_path
 from trikv.nursery.choices import policy_of, pool_bytes_for, tenants_of
 from trikv.nursery.copiers import Copiers, PoolPlace
 from trikv.nursery.copying import Copying
+from trikv.nursery.evicting import evict
 from trikv.nursery.keeping import Opened, PoolError, check, keep, opened
 from trikv.nursery.memories import Memories
 from trikv.nursery.metrics import Families
@@ -177,6 +178,7 @@ async def run_tasks(
         )
         if daemon.service.tiers is not None:
             await back.start(daemon.service.tiers.run)
+        await back.start(evict, daemon.service.store)
         back.start_soon(populate, daemon)
         back.start_soon(collect_garbage)
         start_watching(back, daemon)

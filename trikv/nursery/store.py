@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from trikv.core.asked import Asked, Counted
 from trikv.core.below import Below
-from trikv.core.blocks import SEALED
+from trikv.core.blocks import DOOMED, SEALED
 from trikv.core.cache import Cache
 from trikv.core.calls import Declare, Load, Named, Query, Register, Save
 from trikv.core.engines import Engines, Instance
@@ -296,12 +296,21 @@ class Store:
         self.settle()
         dropped = 0
         for space in self.engines.namespaces.renew(namespace):
-            dropped += self.cache.drop_space(space)
+            dropped += self.cache.retire_space(space)
+            if self.keeper is not None:
+                self.keeper.retire_space(space)
             if self.below is not None:
                 self.below.drop_space(space)
         self._open_spaces(namespace)
-        self._close_old_spaces()
         return dropped
+
+    def drop_retired(self) -> bool:
+        """Forget some of the blocks that a reset has made unreachable; False: none are left."""
+        if self.cache.drop_retired():
+            return True
+        if self.cache.blocks.counts[DOOMED] == 0:  # else somebody still reads or writes some
+            self._close_old_spaces()
+        return False
 
     def _close_old_spaces(self) -> None:
         """Forget the spaces of earlier epochs whose last blocks are gone."""
