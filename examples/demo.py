@@ -4,9 +4,10 @@
 
 Starts `trikv-daemon` with a small pool on a private socket, then five times a real vLLM engine on
 the CPU: without TriKV (the reference), with an empty cache, as a new process that finds the cache,
-and two at once on one pool. The model is made here with random weights, so its words mean nothing;
-what counts is that they are the same words. Ends with 1 if an output differs from the reference or
-if nothing was loaded.
+and two at once on one pool. Then with a pool that can promise one prompt, and an SSD: three long
+prompts are saved, engine and daemon end, and new ones find all three. The model is made here with
+random weights, so its words mean nothing; what counts is that they are the same words. Ends with 1
+if an output differs from the reference or if nothing was loaded.
 """
 
 import argparse
@@ -32,6 +33,7 @@ CONNECTOR = {
 }
 MODEL = ("--layers", "8", "--hidden", "512")  # 18 M weights: computing a prompt takes over a second
 BLOCK = 32  # tokens
+BLOCKS_A_MIB = 2  # of the model below
 QUESTIONS = {  # request: document and question; the last one shares all but its end with another
     "lighthouse": ("lighthouse", "How were the stones held together?"),
     "bakery": ("bakery", "What does the thumb measure?"),
@@ -90,10 +92,11 @@ def tail(log: Path, lines: int = 15) -> str:
 
 
 @contextlib.contextmanager
-def daemon(folder: Path, pool: str) -> Iterator[str]:
+def daemon(folder: Path, pool: str, *more: str, name: str = "daemon") -> Iterator[str]:
     """Run a daemon and yield its socket; a clean end must come soon after SIGTERM."""
-    socket, log = folder / "trikv.sock", folder / "daemon.log"
+    socket, log = folder / "trikv.sock", folder / f"{name}.log"
     arguments = ["-m", "trikv.nursery.serve", "--addr", f"unix:{socket}", "--pool-size", pool]
+    arguments += more
     with process(arguments, log) as child:
         deadline_s = time.monotonic() + DAEMON_S_MAX
         while "daemon.ready" not in log.read_text(errors="replace"):
@@ -179,7 +182,32 @@ def run_all(folder: Path, socket: str) -> dict[str, list[Request]]:
     return results
 
 
-def read_counters(socket: str) -> dict[str, int]:
+def run_below(folder: Path) -> tuple[dict[str, list[Request]], dict[str, int]]:
+    """Save three prompts, end everything, and look for them; also blocks found by tier."""
+    tokens = max(len(one["text"]) for one in prompts(SAME))  # a character is a token
+    mib = -(-tokens // (BLOCK * BLOCKS_A_MIB))
+    pool, disk = f"{2 * mib + 6}mb", folder / "ssd"
+    ssd = ("--ssd-cache-path", str(disk), "--ssd-cache-capacity", f"{4 * mib + 64}mb")
+    say(f"a pool of {pool}, half of which may be promised: one prompt; and an SSD")
+    results = {}
+    for name, names in (("to SSD", SAME), ("from SSD", VARIED)):
+        say(f"daemon and engine '{name}' (20-60 s)")
+        with daemon(folder, pool, *ssd, name=f"daemon {name}") as socket:
+            before = read_tiers(socket)
+            with engine(folder, name, names, socket=socket) as child:
+                results[name] = finish(folder, name, child)
+            tiers = {tier: count - before[tier] for tier, count in read_tiers(socket).items()}
+    return results, tiers
+
+
+def read_tiers(socket: str) -> dict[str, int]:
+    """Blocks that engines were promised of late, by where they were found."""
+    everyone = [one for one in read_status(socket)["windows"] if not one["namespace"]]
+    longest = max(everyone, key=lambda one: float(one["seconds"]))
+    return {hits["tier"]: int(hits["blocks"]) for hits in longest["hits"]}
+
+
+def read_status(socket: str) -> dict[str, Any]:
     """Ask the daemon what it did, as a user would."""
     command = [
         sys.executable,
@@ -191,8 +219,8 @@ def read_counters(socket: str) -> dict[str, int]:
         f"unix:{socket}",
     ]
     answer = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
-    counters: dict[str, int] = json.loads(answer)["counters"]
-    return counters
+    facts: dict[str, Any] = json.loads(answer)
+    return facts
 
 
 def compare(results: dict[str, list[Request]], counters: dict[str, int]) -> list[str]:
@@ -202,6 +230,19 @@ def compare(results: dict[str, list[Request]], counters: dict[str, int]) -> list
     print(f"The daemon counts {saved} blocks of {BLOCK} tokens saved and {loaded} loaded,")
     print(f"{loaded * BLOCK} tokens; the engines count {tokens}.")
     return [] if loaded * BLOCK == tokens else ["engines and daemon disagree on what was loaded"]
+
+
+def judge(requests: list[Request], tiers: dict[str, int]) -> list[str]:
+    """Print where the last engine's prompts came from; return which of the three are not whole."""
+    parts = [f"{count * BLOCK} tokens from {tier}" for tier, count in tiers.items()]
+    print(f"After engine and daemon had ended, the pool being too small: {', '.join(parts)}.")
+    missing = [
+        f"'{one['name']}' did not come back whole"
+        for one in requests
+        if one["cached_tokens"] < (one["prompt_tokens"] - 1) // BLOCK * BLOCK
+        and one["name"] in SAME
+    ]
+    return missing if tiers["ssd"] else [*missing, "nothing came from SSD"]
 
 
 def report(results: dict[str, list[Request]]) -> list[str]:
@@ -223,7 +264,7 @@ def report(results: dict[str, list[Request]]) -> list[str]:
                 f"{request['ttft_ms']:9.0f}  {'-' if name == 'reference' else same:>6}"
             )
         loaded = sum(request["external_tokens"] for request in requests)
-        if name in ("second", "left", "right") and loaded == 0:
+        if name in ("second", "left", "right", "from SSD") and loaded == 0:
             wrong.append(f"engine '{name}' loaded nothing from TriKV")
     print("-" * 79)
     cold, warm = results["reference"], results["second"]
@@ -242,8 +283,10 @@ def demo(folder: Path, pool: str) -> list[str]:
     say(f"trikv-daemon with a pool of {pool}")
     with daemon(folder, pool) as socket:
         results = run_all(folder, socket)
-        counters = read_counters(socket)
-    return report(results) + compare(results, counters)
+        counters = read_status(socket)["counters"]
+    below, tiers = run_below(folder)
+    wrong = report({**results, **below}) + compare(results, counters)
+    return wrong + judge(below["from SSD"], tiers)
 
 
 def main() -> int:

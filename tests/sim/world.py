@@ -7,26 +7,31 @@ memory and processes are fake.
 import hashlib
 import random
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
 import trio
 from numpy.typing import NDArray
 
+from tests.sim.fake_disk import DiskFaults, FakeDisk, Medium
 from tests.sim.fakes import GPU_BASE, FakeMemory, FakeProcess, Faults, content
+from trikv.core.below import Below
 from trikv.core.cache import Cache
 from trikv.core.calls import Declare, GpuMemory, GroupPieces, Load, Query, Register, Save
 from trikv.core.engines import Engines
 from trikv.core.errors import EngineLostError, KvError, NotReadyError
 from trikv.core.layout import Piece, Range
 from trikv.core.plans import Limits
+from trikv.core.spills import Budget, Spills
 from trikv.core.windows import Windows
 from trikv.core.words import InstanceName, LeaseId, RequestId
 from trikv.nursery.copying import Copying
+from trikv.nursery.disks import DiskTier
 from trikv.nursery.service import Service, sweep
 from trikv.nursery.sessions import Session, Sessions
 from trikv.nursery.store import Store
+from trikv.nursery.tiers import Tiers
 
 PIECE_BYTES = 64
 FENCES = 8
@@ -47,6 +52,9 @@ class Report:
     deaths: int = 0
     registered_again: int = 0
     late_writes: int = 0
+    waited_longest_s: float = 0.0
+    from_disk: int = 0
+    quarantined_bytes: int = 0
     trace: list[tuple[float, str]] = field(default_factory=list)
     left: dict[str, int] = field(default_factory=dict)
 
@@ -163,6 +171,12 @@ class FakeEngine:
         hashes = world.prompt(self.model)
         words = np.frombuffer(b"".join(hashes), "<u8").reshape(-1, 4)
         answer = world.service.query(self.session(), Query(request, 0, words))
+        if answer.coming_count:
+            begin_s, call = trio.current_time(), Query(request, 0, words, wait_s=2.0)
+            answer = await world.service.query_late(self.session(), call)
+            world.report.waited_longest_s = max(
+                world.report.waited_longest_s, trio.current_time() - begin_s
+            )
         if rng.random() < 0.2:  # asked again before it is loaded
             await trio.sleep(rng.choice([0.01, 5.0]))
             answer = world.service.query(self.session(), Query(request, 0, words))
@@ -287,7 +301,15 @@ class FakeEngine:
 class World:
     """One daemon, some engines, one seed."""
 
-    def __init__(self, seed: int, faults: Faults, *, slabs: int = 6) -> None:
+    def __init__(
+        self,
+        seed: int,
+        faults: Faults,
+        *,
+        slabs: int = 6,
+        mediums: tuple[Medium, ...] = (),
+        disk_faults: DiskFaults | None = None,
+    ) -> None:
         self.rng = random.Random(seed)
         self.faults = faults
         self.report = Report()
@@ -305,12 +327,24 @@ class World:
         self.memory = FakeMemory(pool_bytes, self.rng, faults)
         windows = Windows((60.0, 600.0), now_s=trio.current_time())
         store = Store(self.cache, Engines(16), trio.current_time, windows)
+        self.tiers = None
+        if mediums:
+            below = Below(self.cache, [], Spills(Budget(None)))
+            store = replace(store, below=below)
+            self.tiers = Tiers(store, below)
+            self.fake_disks = [
+                FakeDisk(medium, self.memory.pool, disk_faults or DiskFaults())
+                for medium in mediums
+            ]
+            for disk in self.fake_disks:
+                self.tiers.disks.append(DiskTier(disk, below, 0, 0))
         self.sessions = Sessions(store, 256, 10.0, self.memory.detach)
         self.saving, self.loading = (
             Copying(name, self.memory, self.sessions, workers=2, queue_jobs_max=8)
             for name in ("save", "load")
         )
-        self.service = Service(store, self.sessions, self.saving, self.loading, self.memory)
+        parts = (self.sessions, self.saving, self.loading, self.memory, self.tiers)
+        self.service = Service(store, *parts)
         self._suffixes = [self.rng.randbytes(32) for _ in range(6)]
 
     def next_pid(self) -> int:
@@ -341,6 +375,9 @@ class World:
             await back.start(
                 lambda task_status: sweep(self.service.store, every_s=0.25, task_status=task_status)
             )
+            if self.tiers is not None:
+                await back.start(self.tiers.run)
+                back.start_soon(self._haunt)
             async with trio.open_nursery() as front:
                 front.cancel_scope.deadline = trio.current_time() + LIFE_S
                 for number in range(engines):
@@ -349,10 +386,38 @@ class World:
                     front.start_soon(engine.live, requests)
             assert not front.cancel_scope.cancelled_caught, "somebody waits for ever"
             await trio.sleep(130)  # leases, half-filled blocks and stalled copies run out
-            self._count_what_is_left()
+            if self.tiers is None:
+                self._count_what_is_left()
             back.cancel_scope.cancel()
+        if self.tiers is not None:
+            await self._end_disks()
         self.report.trace.append((trio.current_time(), f"{self.report.loads}"))
         return self.report
+
+    async def _haunt(self) -> None:
+        while True:
+            await trio.sleep(1)
+            for disk in self.fake_disks:
+                disk.haunt()
+
+    async def _end_disks(self) -> None:
+        """A clean end half the time, else a crash; either way nothing is left over."""
+        assert self.tiers is not None
+        landings = self.cache.landings
+        self.report.from_disk = landings.blocks_total
+        self.report.quarantined_bytes = self.tiers.below.quarantined_bytes
+        if self.rng.random() < 0.5:
+            await self.tiers.end()
+            assert len(self.tiers.below.spills) == 0
+        if not self.report.quarantined_bytes:
+            self._count_what_is_left()
+            for tier in self.tiers.disks:
+                lower = tier.lower
+                lower.blocks.check()
+                self.report.left[f"disk {tier.number}"] = int(lower.blocks.pins.sum())
+                used = lower.blocks.capacity - lower.blocks.counts[0]
+                assert used == sum(map(lower.pages.used_slots, range(len(lower.pages._cuts))))
+                assert lower.blocks.counts[1] == lower.blocks.counts[2] == 0
 
     def _count_what_is_left(self) -> None:
         blocks = self.cache.blocks
