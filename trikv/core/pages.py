@@ -113,7 +113,9 @@ class Pages:
         slot_bytes = max(self._slot_bytes_min, sum(rounded))
         slots_per_slab = self.slab_bytes // slot_bytes
         if slots_per_slab == 0:
-            message = f"a block of {slot_bytes} bytes does not fit a slab of {self.slab_bytes}"
+            message = (
+                f"a block of {slot_bytes} bytes does not fit a slab of {self.slab_bytes} bytes"
+            )
             raise BadRequestError(message, page_bytes=page_bytes)
         if len(self._cuts) == SHAPES_MAX:
             raise OverloadedError("too many different page sizes", shape_count=SHAPES_MAX)

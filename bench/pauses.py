@@ -1,0 +1,201 @@
+"""Longest steps of the daemon's tasks while a tenth of many blocks go at once.
+
+    python -m bench.pauses [--json] [--blocks 5000000]
+
+The daemon's own service, store and tasks, on Trio; only the copies are no copies, so that the pool
+needs no memory. A pool full of one model's blocks loses a tenth of them in each of three ways: to
+new prompts of the same model, to another model's prompts (whole slabs change hands), and to a reset
+(all of them). Each step of each task is timed by the processor time of the thread: a step is what
+everybody else waits for.
+"""
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from time import thread_time
+
+import numpy as np
+import trio
+from numpy.typing import NDArray
+
+from bench.lines import Line, print_json, print_table
+from trikv.core.cache import Cache
+from trikv.core.calls import Declare, GroupPieces, Query, Register, Save
+from trikv.core.engines import Engines
+from trikv.core.layout import Piece, Range
+from trikv.core.pages import PAGE_ALIGN
+from trikv.core.plans import Limits
+from trikv.core.windows import Windows
+from trikv.core.words import InstanceName, RequestId, Words
+from trikv.nursery.choices import slab_bytes_for
+from trikv.nursery.copying import Copying
+from trikv.nursery.evicting import evict
+from trikv.nursery.service import Service
+from trikv.nursery.sessions import Attachment, Session, Sessions
+from trikv.nursery.store import Store
+from trikv.tiers.copies import Copy, Process
+
+PROMPT = 512
+PAUSE_MS = 10.0
+PART = 10
+
+
+class Nobody:
+    """A process that lives."""
+
+    pid = 1
+
+    def is_alive(self) -> bool:
+        """Always."""
+        return True
+
+    def close(self) -> None:
+        """Nothing holds it."""
+
+
+class NoMemory:
+    """Copies that have ended before they began."""
+
+    async def copy(self, copy: Copy, is_stopped: Callable[[], bool]) -> NDArray[np.bool_]:
+        """All blocks arrive."""
+        await trio.lowlevel.checkpoint()
+        return np.ones(len(copy.blocks), np.bool_)
+
+    async def attach(self, call: Register, on_lost: Callable[[str], None]) -> Attachment | None:
+        """Process memory."""
+        return None
+
+    def detach(self, attachment: Attachment) -> None:
+        """There is none."""
+
+    async def read_word(self, process: Process, address: int) -> int | None:
+        """No fences."""
+        return None
+
+
+@dataclass(eq=False)
+class Steps(trio.abc.Instrument):
+    """Processor time of each task step."""
+
+    took_s: list[float] = field(default_factory=list)
+    _begin_s: float = 0.0
+    _has_begun: bool = False
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        """A step begins."""
+        self._begin_s = thread_time()
+        self._has_begun = True
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        """A step has ended."""
+        if self._has_begun:  # not the one in which timing itself began
+            self.took_s.append(thread_time() - self._begin_s)
+
+    def lines(self, case: str) -> Iterator[Line]:
+        """What came out since the last time."""
+        ms = np.array(self.took_s) * 1e3
+        self.took_s = []
+        yield Line(case, "longest step", float(ms.max()), "ms", PAUSE_MS)
+        yield Line(case, "step, p99", float(np.quantile(ms, 0.99)), "ms")
+
+
+class Engine:
+    """One model's engine."""
+
+    def __init__(self, service: Service, name: str, page_bytes: int) -> None:
+        self.service, self.name = service, InstanceName(name)
+        self.page_bytes = page_bytes
+        self.session: Session = service.hello(Nobody(), name)
+        self.random = np.random.default_rng(page_bytes)
+        self.turn = 0
+
+    async def attach(self) -> None:
+        """Declare and register."""
+        piece = Piece(0, 0, self.page_bytes, self.page_bytes)
+        groups = (GroupPieces(PROMPT, (piece,), self.name),)
+        memory = (Range(1 << 32, PROMPT * self.page_bytes),)
+        await self.service.register(self.session, Register(self.name, 0, memory, groups, 0, 0))
+        fields = (("model", self.name),)
+        await self.service.declare(self.session, Declare(self.name, 1, fields))
+
+    def words(self) -> Words:
+        """A prompt that nobody has had."""
+        return self.random.integers(1, 1 << 63, (PROMPT, 4), np.int64).astype(np.uint64)
+
+    async def save(self) -> Words:
+        """Save a new prompt."""
+        self.turn += 1
+        words, request = self.words(), RequestId(str(self.turn))
+        blocks = np.arange(PROMPT, dtype=np.int32)
+        await self.service.save(self.session, Save(0, 0, request, 0, words, blocks, 0, 0))
+        self.service.release(self.session, [request])
+        return words
+
+    async def ask(self, words: Words) -> int:
+        """Ask for a prompt, and end."""
+        found = self.service.query(self.session, Query(RequestId("ask"), 0, words))
+        self.service.release(self.session, [RequestId("ask")])
+        await trio.lowlevel.checkpoint()
+        return found.hit_count
+
+
+async def measure(blocks: int, lines: list[Line]) -> None:
+    """Fill the pool, then make blocks go."""
+    pool_bytes = blocks * PAGE_ALIGN
+    cache = Cache(
+        pool_bytes,
+        slab_bytes_for(pool_bytes, None),
+        entries_max=blocks,
+        seed=1,
+        limits=Limits(),
+    )
+    windows = Windows((900.0,), now_s=trio.current_time())
+    store = Store(cache, Engines(4), trio.current_time, windows)
+    memory = NoMemory()
+    sessions = Sessions(store, 8, 3600.0, memory.detach)
+    copying = [Copying(name, memory, sessions, workers=4, queue_jobs_max=64) for name in "sl"]
+    service = Service(store, sessions, *copying, memory)
+    case, steps = f"{blocks} blocks of 4 KiB", Steps()
+    part = blocks // PART // PROMPT
+    async with trio.open_nursery() as nursery:
+        for one in copying:
+            await nursery.start(one.run)
+        await nursery.start(evict, store)
+        first, second = Engine(service, "a", PAGE_ALIGN), Engine(service, "b", 2 * PAGE_ALIGN)
+        await first.attach()
+        await second.attach()
+        while cache.counters.evicted_blocks_total == 0:
+            await first.save()
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        trio.lowlevel.add_instrument(steps)
+        for name, engine in (("the same model", first), ("another model", second)):
+            before = cache.counters.evicted_blocks_total
+            while cache.counters.evicted_blocks_total - before < part * PROMPT:
+                assert await engine.ask(await engine.save()) == PROMPT
+            lines += steps.lines(f"{case}, a tenth goes to {name}")
+        await service.reset(first.session)
+        while cache.drop_retired() or cache.blocks.sealed_by_space.get(1):
+            assert await first.ask(await first.save()) == PROMPT
+            await trio.sleep(0.001)
+        lines += steps.lines(f"{case}, reset")
+        nursery.cancel_scope.cancel()
+
+
+def main() -> int:
+    """Run and print; 1 when a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
+    parser.add_argument("--blocks", type=int, default=5_000_000)
+    options = parser.parse_args()
+    lines: list[Line] = []
+    trio.run(measure, options.blocks, lines)
+    (print_json if options.json else lambda _, rows: print_table(rows))("pauses", lines)
+    return int(any(line.is_ok is False for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
