@@ -2,9 +2,9 @@
 
 import random
 import sys
-from typing import Any
 
 import numpy as np
+from below_medium import FakeMedium
 from cache_world import LEASE_S, PAGE, PAGES, SLAB, Who, path_to, words
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -26,19 +26,6 @@ WHO = st.tuples(
 )
 WHICH = st.integers(0, 99)
 MASK = st.sampled_from([0, 0, 0, 0, 0, 0, 1, 2, 4, 63])
-
-
-class FakeMedium:
-    """What a disk holds: bytes and records of slots, headers of regions, voids."""
-
-    def __init__(self) -> None:
-        self.bytes: dict[tuple[int, int], object] = {}
-        self.records: dict[tuple[int, int], tuple[Any, ...]] = {}
-        self.headers: dict[int, tuple[tuple[int, ...], int]] = {}
-        self.voids: dict[bytes, int] = {}
-
-    def cut(self, region: int, page_bytes: tuple[int, ...]) -> None:
-        self.headers[region] = page_bytes, self.headers.get(region, ((), 0))[1] + 1
 
 
 def sum_of(tag: object) -> int:
