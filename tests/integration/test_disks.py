@@ -23,6 +23,8 @@ from tests.integration.disks import (
     shown,
     with_disk,
 )
+from tests.integration.pages import ANY_PORT, scrape
+from trikv.nursery.disk_metrics import FAMILIES
 
 THROUGH = "--ssd-write-through"
 
@@ -186,6 +188,25 @@ def test_a_slow_disk_holds_up_no_save(start: Start, tmp_path: Path) -> None:
     faults.set("slow")
     daemon = with_disk(start, tmp_path, "--ssd-ring", "threads", before=faults.before)
     asyncio.run(serve())
+    assert daemon.end() == 0
+
+
+def test_all_families_of_a_disk_are_shown(start: Start, tmp_path: Path) -> None:
+    async def serve() -> None:
+        async with attached(daemon.address, **engine_options()) as engine:
+            for name in "abab":
+                await save(engine, name)
+                await quiet(daemon)
+                await load(engine, name)
+
+    daemon = with_disk(start, tmp_path, "--http-addr", ANY_PORT)
+    asyncio.run(serve())
+    page = scrape(daemon)
+    assert {name for name, _ in page} >= FAMILIES.keys()
+    disk = (("disk", str(tmp_path / "disk0")),)
+    assert page["trikv_disk_state", (*disk, ("state", "serving"))] == 1
+    assert page["trikv_disk_written_bytes_total", disk] >= 2 * BLOCKS * PAGE
+    assert page["trikv_cache_blocks", (("tier", "ssd"),)] == page["trikv_disk_blocks", disk]
     assert daemon.end() == 0
 
 

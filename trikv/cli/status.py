@@ -101,7 +101,7 @@ def render(facts: Facts) -> list[str]:
         f"leases    {pool['leaseCount']} hold {_size(pool['pinnedBytes'])}",
         f"slabs     {free}, {each} each",
         *_traffic(facts["counters"]),
-        *_disks(facts["disks"]),
+        *_disks(facts.get("disks", [])),  # a daemon of an earlier version has none
         *([f"metrics   {facts['http']}/metrics"] if facts["http"] else []),
         *render_ceiling(facts["windows"]),
         *_insight(facts),
