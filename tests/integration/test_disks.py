@@ -194,10 +194,11 @@ def test_a_slow_disk_holds_up_no_save(start: Start, tmp_path: Path) -> None:
 def test_all_families_of_a_disk_are_shown(start: Start, tmp_path: Path) -> None:
     async def serve() -> None:
         async with attached(daemon.address, **engine_options()) as engine:
-            for name in "abab":
+            for name in "ab":
                 await save(engine, name)
                 await quiet(daemon)
-                await load(engine, name)
+            for name in "ab":
+                assert await load(engine, name) == BLOCKS
 
     daemon = with_disk(start, tmp_path, "--http-addr", ANY_PORT)
     asyncio.run(serve())
@@ -206,6 +207,7 @@ def test_all_families_of_a_disk_are_shown(start: Start, tmp_path: Path) -> None:
     disk = (("disk", str(tmp_path / "disk0")),)
     assert page["trikv_disk_state", (*disk, ("state", "serving"))] == 1
     assert page["trikv_disk_written_bytes_total", disk] >= 2 * BLOCKS * PAGE
+    assert page["trikv_query_blocks_total", ()] == page["trikv_query_hit_blocks_total", ()]
     assert page["trikv_cache_blocks", (("tier", "ssd"),)] == page["trikv_disk_blocks", disk]
     assert daemon.end() == 0
 
