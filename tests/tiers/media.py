@@ -1,7 +1,7 @@
 """A disk in memory that forgets what was not synchronised, and a world that uses one."""
 
-import errno
 import random
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +18,7 @@ from trikv.tiers.transfers import Transfers
 SECTOR = 512
 REGION_BYTES = 2 << 20
 CAPACITY = 8 << 20  # three regions
-SHAPES = ((32768,), (4096,), (40960, 24576), (262144,), (8192,) * 5)
+SHAPES = ((32768,), (4096,), (40960, 24576), (131072,), (8192,) * 5)
 
 
 class PowerCutError(Exception):
@@ -28,9 +28,9 @@ class PowerCutError(Exception):
 class Media:
     """Bytes as every reader sees them, and which of them would survive."""
 
-    def __init__(self, image: bytearray) -> None:
-        self.now = image
-        self.safe = bytearray(image)
+    def __init__(self, now: bytearray, safe: bytearray) -> None:
+        self.now = now
+        self.safe = safe
         self.unsafe: list[tuple[int, bytes]] = []  # writes since the last synchronisation
 
     def write(self, offset: int, data: bytes) -> None:
@@ -55,7 +55,7 @@ class Media:
             for at in range(0, len(data), SECTOR):
                 if not is_torn or rng.random() < 0.7:
                     self.safe[offset + at : offset + at + SECTOR] = data[at : at + SECTOR]
-        return Media(self.safe)
+        return Media(self.safe, bytearray(self.safe))
 
 
 class MediaRing:
@@ -121,13 +121,16 @@ class World:
     """
 
     rng: random.Random
-    media: Media = field(default_factory=lambda: Media(bytearray(CAPACITY)))
+    media: Media = field(default_factory=lambda: Media(bytearray(CAPACITY), bytearray(CAPACITY)))
     kept: dict[Key, Kept] = field(default_factory=dict)
     history: dict[tuple[Key, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     voided: dict[int, int] = field(default_factory=dict)
     version: dict[int, int] = field(default_factory=dict)
     cut: dict[int, tuple[int, ...]] = field(default_factory=dict)
     memory: Memory = field(default_factory=lambda: Memory(REGION_BYTES * 2))
+    busy: set[tuple[int, int]] = field(default_factory=set)  # slots that are being written
+    being_cut: set[int] = field(default_factory=set)
+    keeps: deque[Memory] = field(default_factory=lambda: deque(maxlen=8))
     found_count: int = 0
     sequence: int = 0
 
@@ -135,8 +138,8 @@ class World:
 
     def content(self, key: Key, version: int, lengths: tuple[int, ...]) -> list[NDArray[np.uint8]]:
         seed = hash((key, version, lengths)) & 0xFFFFFFFF
-        whole = np.random.default_rng(seed).integers(0, 256, sum(lengths), np.uint8)
-        return np.split(whole, np.cumsum(lengths)[:-1])
+        words = np.arange(sum(lengths) // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15 + seed)
+        return np.split(words.view(np.uint8), np.cumsum(lengths)[:-1])
 
     def origin(self, number: int) -> bytes:
         return bytes([number + 1]) * 16 + number.to_bytes(4, "little") + bytes(12)
@@ -159,6 +162,7 @@ class World:
         """All that is found is what was once written, and not dead; after a clean end it is all."""
         best: dict[Key, Kept] = {}
         self.cut = {}
+        self.busy, self.being_cut = set(), set()
         async for batch in disk.scan():
             for region, pages in zip(batch.cut.tolist(), batch.page_bytes, strict=True):
                 assert region not in self.cut
@@ -210,7 +214,8 @@ class World:
                     if is_right[row]:
                         pages = self.content(key, one.version, lengths)
                         for address, page in zip(addresses[row].tolist(), pages, strict=True):
-                            assert view(address, len(page)) == page.data, "wrong bytes"
+                            there = np.frombuffer(view(address, len(page)), np.uint8)
+                            assert np.array_equal(there, page), "wrong bytes"
                         right[key] = one
         return right
 
@@ -219,8 +224,9 @@ class World:
         region = await self._region(disk, lengths)
         if region is None:
             return
-        used = {one.position for one in self.kept.values() if one.region == region}
-        free = [at for at in range(REGION_BYTES // slot_bytes(lengths)) if at not in used]
+        used = {(one.region, one.position) for one in self.kept.values()} | self.busy
+        count_max = REGION_BYTES // slot_bytes(lengths)
+        free = [at for at in range(count_max) if (region, at) not in used]
         positions = self.rng.sample(free, min(count, len(free)))
         if self.rng.random() < 0.5:
             positions.sort()
@@ -233,7 +239,10 @@ class World:
         versions = [self.version.get(base, 0)] * len(keys)
         for key, sequence, version in zip(keys, writes.sequences.tolist(), versions, strict=True):
             self.history[key, sequence] = version, lengths
+        slots = {(region, position) for position in positions}
+        self.busy |= slots
         written = await disk.write(writes)
+        self.busy -= slots
         assert written.all()
         for row, key in enumerate(keys):
             sequence, total = int(writes.sequences[row]), int(writes.sums[row])
@@ -250,7 +259,7 @@ class World:
             pages = self.content(key, self.version.get(key[0], 0), lengths)
             for address, page in zip(addresses[row].tolist(), pages, strict=True):
                 view(address, len(page))[:] = page.data
-        self.keep = memory
+        self.keeps.append(memory)
         words = np.zeros((count, 4), np.uint64)
         words[:, 0] = words[:, 3] = [word for _, word in keys]
         self.sequence += count
@@ -276,14 +285,22 @@ class World:
 
     async def _region(self, disk: Disk, lengths: tuple[int, ...]) -> int | None:
         mine = [region for region, pages in self.cut.items() if pages == lengths]
-        free = [region for region in range(disk.region_count) if region not in self.cut]
+        taken = self.cut.keys() | self.being_cut
+        free = [region for region in range(disk.region_count) if region not in taken]
         if mine and (not free or self.rng.random() < 0.7):
             return self.rng.choice(mine)
-        region = self.rng.choice(free) if free else self.rng.randrange(disk.region_count)
+        if not free:
+            held = {region for region, _ in self.busy} | self.being_cut
+            free = [region for region in range(disk.region_count) if region not in held]
+        if not free:
+            return None
+        region = self.rng.choice(free)
         self.kept = {key: one for key, one in self.kept.items() if one.region != region}
         self.cut.pop(region, None)
-        if not await disk.cut(region, lengths):
-            return None
+        self.being_cut.add(region)
+        is_cut = await disk.cut(region, lengths)
+        self.being_cut.discard(region)
+        assert is_cut
         self.cut[region] = lengths
         return region
 
@@ -298,8 +315,3 @@ class World:
         await disk.void(self.origin(number), sequence)
         self.voided[number] = sequence
         self.version[number] = self.version.get(number, 0) + 1
-
-
-def failing(transfers: Transfers, code: int = errno.EIO) -> None:
-    """Every operation ends with an error."""
-    transfers.results[:] = code
