@@ -17,6 +17,7 @@ import errno
 import fcntl
 import os
 import stat
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -29,6 +30,8 @@ from trikv.core.superblock import COPIES, Superblock, UnusableDiskError, read
 FILE_NAME: Final = "trikv.ssd"
 ZEROS_FIRST: Final = 4 << 20  # file systems and tables of partitions begin within
 ZEROS_LAST: Final = 1 << 20  # or leave a copy at the end
+LOCK_ATTEMPTS: Final = 20
+LOCK_WAIT_S: Final = 0.1
 STATX_DIOALIGN: Final = 0x2000
 AT_EMPTY_PATH: Final = 0x1000
 
@@ -52,12 +55,14 @@ class DiskFile:
     notice: str = ""
 
     def look(self) -> str:
-        """What is wrong with the place now, one line; cheap enough to ask often."""
+        """What is wrong with the place now, or was at first, one line; cheap."""
         try:
             is_gone = os.fstat(self.fd).st_nlink == 0
         except OSError as error:
             return error.strerror or "unreadable"
-        return "its file was deleted: what it holds is lost at the next start" if is_gone else ""
+        if is_gone:
+            return "its file was deleted: what it holds is lost at the next start"
+        return self.notice
 
     def close(self) -> None:
         """Give the place back."""
@@ -108,10 +113,7 @@ def _open(path: Path) -> tuple[int, str]:
 
 
 def _prepare(fd: int, capacity_bytes: int, region_bytes: int) -> Superblock:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UnusableDiskError("in use by another process") from None
+    _lock(fd)
     facts = os.fstat(fd)
     if not stat.S_ISREG(facts.st_mode) and not stat.S_ISBLK(facts.st_mode):
         raise UnusableDiskError("neither a file nor a disk")
@@ -133,6 +135,19 @@ def _prepare(fd: int, capacity_bytes: int, region_bytes: int) -> Superblock:
         layout = Layout(capacity_bytes, found.region_bytes, found.region_count)
     _allocate(fd, size, layout, is_file=stat.S_ISREG(facts.st_mode))
     return found
+
+
+def _lock(fd: int) -> None:
+    """Take the place; one that was killed holds it until the kernel has ended its operations."""
+    for attempt in range(LOCK_ATTEMPTS):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if attempt + 1 < LOCK_ATTEMPTS:
+                time.sleep(LOCK_WAIT_S)
+        else:
+            return
+    raise UnusableDiskError("in use by another process")
 
 
 def _allocate(fd: int, size: int, layout: Layout, *, is_file: bool) -> None:
