@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import trio
@@ -40,7 +40,7 @@ from trikv.tiers.rings import AUTO, make_queue, why_not
 from trikv.tiers.runs import OPERATION_BYTES_MAX, join, sum_blocks
 from trikv.tiers.scan import scan
 from trikv.tiers.table import Table
-from trikv.tiers.transfers import HELD, Transfers
+from trikv.tiers.transfers import HELD, Ring, Transfers
 
 ERRORS_A_MINUTE_MAX: Final = 16
 MINUTE_S: Final = 60.0
@@ -62,19 +62,6 @@ class IoStalledError(Exception):
         super().__init__("an operation has no answer")
         self.right = right
         self.held = held
-
-
-class Ring(Protocol):
-    """What `ring.Ring` is to this file."""
-
-    name: str
-    joins_memory: bool
-
-    async def run(self, transfers: Transfers) -> None:
-        """Carry out operations."""
-
-    async def sync(self) -> None:
-        """Wait for the medium."""
 
 
 class Disk:

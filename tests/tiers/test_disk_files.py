@@ -1,0 +1,349 @@
+"""Files and devices as they are found: ours come back, others' are left alone."""
+
+import ctypes
+import errno
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+
+from tests.tiers.disks import CAPACITY, ORIGIN, PAGE, REGION_BYTES, batch, fill, found
+from trikv.core import superblock
+from trikv.core.errors import BadRequestError
+from trikv.core.slots import layout_for
+from trikv.core.superblock import UnusableDiskError
+from trikv.tiers import diskfile
+from trikv.tiers.front import DiskFailedError
+from trikv.tiers.ssd import open_disk
+
+LAYOUT = layout_for(CAPACITY, REGION_BYTES)
+
+
+@pytest.fixture(autouse=True)
+def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diskfile, "LOCK_WAIT_S", 0.001)
+
+
+def content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def use_up(path: Path) -> None:
+    """Write until the file system is full."""
+    with path.open("wb") as file:
+        for _ in range(1 << 20):
+            file.write(bytes(1 << 20))
+
+
+async def refusal(path: Path, capacity: int = CAPACITY) -> str:
+    before = content(path)
+    with pytest.RaisesGroup(UnusableDiskError, allow_unwrapped=True) as refused:
+        async with open_disk(str(path), capacity, region_bytes=REGION_BYTES):
+            pass
+    assert content(path) == before, "changed"
+    message = str(refused.value)
+    assert "\n" not in message
+    assert message.startswith(str(path))
+    return message
+
+
+def opened(path: Path, ring: str = "auto", **options: float):  # noqa: ANN201
+    return open_disk(str(path), CAPACITY, ring=ring, region_bytes=REGION_BYTES, **options)
+
+
+@pytest.mark.parametrize("ring", ["auto", "threads"])
+async def test_blocks_come_back_after_a_clean_end(tmp_path: Path, ring: str) -> None:
+    path = tmp_path / "disk"
+    async with opened(path, ring) as disk:
+        assert disk.was_clean
+        blocks = await fill(disk)
+        assert await blocks.read(disk) == [True] * 8
+        await disk.close()
+    assert path.stat().st_size <= CAPACITY
+    assert mode(path) == 0o600
+    async with opened(path, ring) as disk:
+        assert disk.was_clean
+        sums = zip(blocks.writes.words[:, 0].tolist(), blocks.writes.sums.tolist(), strict=True)
+        assert await found(disk) == dict(sums)
+        assert await blocks.read(disk) == [True] * 8
+        assert disk.first_sequence > int(blocks.writes.sequences.max())
+    async with opened(path) as disk:
+        assert not disk.was_clean
+
+
+async def test_a_folder_is_a_place_for_our_file(tmp_path: Path) -> None:
+    async with opened(tmp_path) as disk:
+        assert disk.path == str(tmp_path / "trikv.ssd")
+    assert content(tmp_path / "trikv.ssd")
+
+
+async def test_a_disk_in_use_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "disk"
+    async with opened(path) as disk:
+        await fill(disk)
+        with pytest.RaisesGroup(UnusableDiskError, allow_unwrapped=True) as refused:
+            async with opened(path):
+                pass
+        assert str(refused.value) == f"{path}: in use by another process"
+    async with opened(path) as disk:
+        assert len(await found(disk)) == 8
+
+
+@pytest.mark.parametrize(
+    "content", [b"#!/bin/sh\n", b"LABELONE" * 2048, bytes(1024) + b"\x53\xef" + bytes(100_000)]
+)
+async def test_somebody_elses_file_is_left_alone(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "disk"
+    path.write_bytes(content)
+    assert "not ours: it is left alone" in await refusal(path)
+
+
+async def test_a_file_that_ends_in_somebodys_bytes_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "disk"
+    path.write_bytes(bytes(CAPACITY) + b"EFI PART")
+    assert "not ours" in await refusal(path)
+
+
+async def test_an_empty_file_or_zeros_are_formatted(tmp_path: Path) -> None:
+    for size in (0, 5, CAPACITY):
+        path = tmp_path / str(size)
+        path.write_bytes(bytes(size))
+        async with opened(path) as disk:
+            await fill(disk)
+
+
+async def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "disk"
+    monkeypatch.setattr(superblock, "VERSION", 7)
+    async with opened(path):
+        pass
+    monkeypatch.undo()
+    assert "has format 7 and this daemon reads format 1" in await refusal(path)
+
+
+@pytest.mark.parametrize("capacity", [CAPACITY // 2, 2 * CAPACITY])
+async def test_another_capacity_is_refused(tmp_path: Path, capacity: int) -> None:
+    path = tmp_path / "disk"
+    async with opened(path):
+        pass
+    message = await refusal(path, capacity)
+    assert f"made for {CAPACITY} bytes and {capacity} are asked for" in message
+
+
+async def test_places_that_are_none(tmp_path: Path) -> None:
+    assert "No such file" in await refusal(tmp_path / "absent" / "disk")
+    os.mkfifo(tmp_path / "pipe")
+    assert "neither a file nor a disk" in await refusal(tmp_path / "pipe")
+    assert "hold no region" in await refusal(tmp_path / "small", 1 << 20)
+    assert not (tmp_path / "small").exists()
+    with pytest.raises(BadRequestError, match="tape is not one of auto"):
+        async with opened(tmp_path / "disk", "tape"):
+            pass
+    assert not (tmp_path / "disk").exists()
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+async def test_a_path_that_may_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """As root sees no read-only files, the system call answers for one."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(diskfile.os, "open", refuse)
+        assert os.strerror(code) in await refusal(tmp_path / "disk")
+
+
+@pytest.mark.parametrize("capacity", [1 << 50, 1 << 60])
+async def test_no_room_leaves_nothing_behind(tmp_path: Path, capacity: int) -> None:
+    path = tmp_path / "disk"
+    message = await refusal(path, capacity)
+    assert "cannot be allocated" in message
+    assert not path.exists()
+    path.touch()
+    await refusal(path, capacity)
+    assert path.stat().st_blocks == 0
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 12 MiB."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    place = tmp_path / "small"
+    place.mkdir()
+    if libc.mount(b"tmpfs", str(place).encode(), b"tmpfs", 0, b"size=12m"):
+        pytest.skip(f"a file system cannot be mounted: {os.strerror(ctypes.get_errno())}")
+    yield place
+    libc.umount2(str(place).encode(), 2)
+
+
+async def test_a_full_file_system_takes_nothing_from_us(small: Path) -> None:
+    async with opened(small) as disk:
+        with pytest.raises(OSError, match="No space left"):
+            use_up(small / "other")
+        blocks = await fill(disk, 32)
+        assert await blocks.read(disk) == [True] * 32
+        await disk.close()
+    (small / "other").unlink()
+    assert "cannot be allocated" in await refusal(small / "another", 16 << 20)
+
+
+async def test_a_deleted_file_serves_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "disk"
+    async with opened(path) as disk:
+        blocks = await fill(disk)
+        assert disk.state() == ""
+        path.unlink()
+        assert disk.state() == "its file was deleted: what it holds is lost at the next start"
+        assert await blocks.read(disk) == [True] * 8
+        await disk.close()
+    async with opened(path) as disk:
+        assert await found(disk) == {}
+
+
+def test_a_file_without_direct_io_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def pick(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(diskfile.os, "open", pick)
+    file = diskfile.open_file(str(tmp_path / "disk"), CAPACITY, region_bytes=REGION_BYTES)
+    assert "no direct I/O" in file.look()
+    file.close()
+
+
+async def test_a_file_that_was_cut_loses_what_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "disk"
+    rng = random.Random(1)
+    for size in [
+        8192,
+        4096,
+        LAYOUT.regions_offset,
+        *(rng.randrange(4096, CAPACITY) for _ in "abcd"),
+    ]:
+        path.unlink(missing_ok=True)
+        async with opened(path) as disk:
+            blocks = await fill(disk, 32)
+            await disk.close()
+        os.truncate(path, size)
+        async with opened(path) as disk:
+            there = await found(disk)
+            right = await blocks.read(disk) if len(disk._regions.page_bytes) else []
+            offsets = LAYOUT.regions_offset + (1 + np.arange(32)) * PAGE[0]
+            assert right in ([], [bool(end <= size) for end in offsets])
+            assert bool(there) == (size >= LAYOUT.records_offset + 4096)
+    os.truncate(path, 100)
+    assert "damaged" in await refusal(path)
+
+
+async def test_a_file_cut_under_a_running_disk(tmp_path: Path) -> None:
+    path = tmp_path / "disk"
+    async with opened(path) as disk:
+        blocks = await fill(disk, 8)
+        os.truncate(path, LAYOUT.regions_offset + 5 * PAGE[0])
+        assert await blocks.read(disk) == [True] * 5 + [False] * 3
+        assert disk.fault == ""
+
+
+def flip(path: Path, offset: int) -> None:
+    fd = os.open(path, os.O_RDWR)
+    byte = os.pread(fd, 1, offset)[0]
+    os.pwrite(fd, bytes([byte ^ 4]), offset)
+    os.close(fd)
+
+
+async def test_flipped_bits_are_misses(tmp_path: Path) -> None:
+    path = tmp_path / "disk"
+    async with opened(path) as disk:
+        blocks = await fill(disk)
+        await disk.close()
+    flip(path, LAYOUT.regions_offset + 2 * PAGE[0] + 1234)
+    flip(path, LAYOUT.records_offset + 5 * 256 + 100)
+    flip(path, 30)  # the first superblock
+    async with opened(path) as disk:
+        words = blocks.writes.words[:, 0].tolist()
+        assert sorted(await found(disk)) == sorted(words[:5] + words[6:])
+        assert await blocks.read(disk) == [True, True, False] + [True] * 5
+        assert disk.sum_error_count == 1
+        assert disk.io_error_count == 0
+    flip(path, LAYOUT.headers_offset + 40)
+    async with opened(path) as disk:
+        assert await found(disk) == {}
+
+
+async def test_voids_survive_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "disk"
+    async with opened(path) as disk:
+        blocks = await fill(disk)
+        await disk.void(ORIGIN, int(blocks.writes.sequences[5]))
+    async with opened(path) as disk:
+        assert sorted(await found(disk)) == sorted(blocks.writes.words[5:, 0].tolist())
+        await disk.void(ORIGIN, disk.first_sequence)
+        again = batch(disk, 2, first=8)
+        assert (await disk.write(again.writes)).all()
+    async with opened(path) as disk:
+        assert sorted(await found(disk)) == sorted(again.writes.words[:, 0].tolist())
+
+
+async def test_a_void_during_the_scan_counts_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "disk"
+    async with opened(path) as disk:
+        await fill(disk)
+    async with opened(path) as disk:
+        await disk.void(ORIGIN, disk.first_sequence)
+        assert await found(disk) == {}
+
+
+async def test_what_cannot_be_synchronised_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path / "disk") as disk:
+        blocks = await fill(disk)
+
+        def fail(_: int) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "fdatasync", fail)
+        with pytest.raises(DiskFailedError, match="Input/output error"):
+            await disk.void(ORIGIN, 1)
+        assert "cannot be synchronised" in disk.state()
+        assert not any(await blocks.read(disk))
+        with pytest.raises(DiskFailedError):
+            await disk.close()
+
+
+async def test_cancelled_at_any_checkpoint_nothing_is_left_running(tmp_path: Path) -> None:
+    """After a cancellation the memory is ours again and the disk goes on."""
+    async with opened(tmp_path / "disk") as disk:
+        first = await fill(disk, 8)
+        for steps in range(30):
+            blocks = batch(disk, 16, first=8, seed=steps)
+            with trio.CancelScope() as scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(cancel_after, scope, steps)
+                    await disk.write(blocks.writes)
+                    await blocks.read(disk)
+            blocks.memory.bytes[:] = 0
+        assert await first.read(disk) == [True] * 8
+        last = batch(disk, 16, first=8, seed=99)
+        assert (await disk.write(last.writes)).all()
+        assert await last.read(disk) == [True] * 16
+
+
+async def cancel_after(scope: trio.CancelScope, steps: int) -> None:
+    for _ in range(steps):
+        await trio.lowlevel.checkpoint()
+    scope.cancel()
