@@ -325,6 +325,21 @@ async def test_what_cannot_be_synchronised_is_off(
             await disk.close()
 
 
+async def test_a_disk_that_cannot_be_started_gives_the_place_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    with pytest.raises(DiskFailedError, match="Input/output"):
+        async with opened(tmp_path / "disk"):
+            pass
+    monkeypatch.undo()
+    async with opened(tmp_path / "disk") as disk:
+        assert await found(disk) == {}
+
+
 async def test_cancelled_at_any_checkpoint_nothing_is_left_running(tmp_path: Path) -> None:
     """After a cancellation the memory is ours again and the disk goes on."""
     async with opened(tmp_path / "disk") as disk:

@@ -380,10 +380,16 @@ async def open_disk(
     opened = partial(open_file, path, capacity_bytes, region_bytes=region_bytes)
     file: DiskFile = await trio.to_thread.run_sync(opened)
     try:
-        queue = make_queue(ring, file.fd)
+        queue, failure = make_queue(ring, file.fd), None
         async with open_ring(queue, file.fd, io_s_max=io_s_max) as served:
             disk = Disk(served, file.superblock, file.path, file.look)
-            await disk.start()
-            yield disk
+            try:
+                await disk.start()
+            except DiskFailedError as error:
+                failure = error  # raised outside, as the ring's nursery would wrap it
+            else:
+                yield disk
+        if failure is not None:
+            raise failure
     finally:
         file.close()
