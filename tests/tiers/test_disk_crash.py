@@ -36,6 +36,7 @@ async def lives(world: World, rng: random.Random) -> None:
         is_cut_off = rng.random() < 0.6
         try:
             disk = await world.open()
+            was_clean |= disk.was_clean  # also when the power was cut before `close` had returned
             if is_cut_off and rng.random() < 0.2:
                 world.ring.power = rng.randrange(1, 30)  # while it is scanned
             await world.recover(disk, was_clean=was_clean)
@@ -45,7 +46,7 @@ async def lives(world: World, rng: random.Random) -> None:
             for _ in range(rng.randrange(1, 12)):
                 await act(world, disk, rng)
             if rng.random() < 0.8:
-                world.ring.power = world.ring.power and rng.randrange(1, 8)
+                world.ring.power = world.ring.power and rng.randrange(1, 6)
                 await disk.close()
                 was_clean = True
         except* PowerCutError:

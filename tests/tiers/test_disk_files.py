@@ -79,6 +79,27 @@ async def test_blocks_come_back_after_a_clean_end(tmp_path: Path, ring: str) -> 
         assert not disk.was_clean
 
 
+def test_two_that_begin_at_once_do_not_delete_each_others_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that made the file may not be the one that gets the lock."""
+    path = tmp_path / "disk"
+    real = diskfile._lock
+    others: list[diskfile.DiskFile] = []
+
+    def late(fd: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(diskfile, "_lock", real)
+            others.append(diskfile.open_file(str(path), CAPACITY, region_bytes=REGION_BYTES))
+        real(fd)
+
+    monkeypatch.setattr(diskfile, "_lock", late)
+    with pytest.raises(UnusableDiskError, match="in use"):
+        diskfile.open_file(str(path), CAPACITY, region_bytes=REGION_BYTES)
+    assert others[0].look() == ""
+    others[0].close()
+
+
 async def test_a_folder_is_a_place_for_our_file(tmp_path: Path) -> None:
     async with opened(tmp_path) as disk:
         assert disk.path == str(tmp_path / "trikv.ssd")
@@ -215,9 +236,11 @@ def test_a_file_without_direct_io_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     real = os.open
 
     def pick(path: str, flags: int, mode: int = 0o777) -> int:
+        fd = real(path, flags & ~os.O_DIRECT, mode)
         if flags & os.O_DIRECT:
+            os.close(fd)  # as the kernel does it: the file has been made by then
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(path, flags, mode)
+        return fd
 
     monkeypatch.setattr(diskfile.os, "open", pick)
     file = diskfile.open_file(str(tmp_path / "disk"), CAPACITY, region_bytes=REGION_BYTES)

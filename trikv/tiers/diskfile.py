@@ -30,6 +30,7 @@ from trikv.core.superblock import COPIES, Superblock, UnusableDiskError, read
 FILE_NAME: Final = "trikv.ssd"
 ZEROS_FIRST: Final = 4 << 20  # file systems and tables of partitions begin within
 ZEROS_LAST: Final = 1 << 20  # or leave a copy at the end
+NOT_DIRECT: Final = "its file system has no direct I/O: copies take more"
 LOCK_ATTEMPTS: Final = 20
 LOCK_WAIT_S: Final = 0.1
 STATX_DIOALIGN: Final = 0x2000
@@ -83,11 +84,15 @@ def open_file(path: str, capacity_bytes: int, *, region_bytes: int = 0) -> DiskF
     wanted = Path(path)
     if wanted.is_dir():
         wanted /= FILE_NAME
-    is_new = not wanted.exists()
     try:
-        fd, notice = _open(wanted)
+        fd, is_new = _open(wanted)
     except OSError as error:
         raise UnusableDiskError(f"{wanted}: {error.strerror}") from error
+    try:
+        _lock(fd)
+    except UnusableDiskError as error:  # whoever has it may have found the file that we made
+        os.close(fd)
+        raise UnusableDiskError(f"{wanted}: {error}") from error
     try:
         superblock = _prepare(fd, capacity_bytes, region_bytes)
     except BaseException as error:
@@ -98,23 +103,30 @@ def open_file(path: str, capacity_bytes: int, *, region_bytes: int = 0) -> DiskF
             what = error.strerror if isinstance(error, OSError) else str(error)
             raise UnusableDiskError(f"{wanted}: {what}") from error
         raise
-    return DiskFile(str(wanted), fd, superblock, notice)
+    is_direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+    return DiskFile(str(wanted), fd, superblock, "" if is_direct else NOT_DIRECT)
 
 
-def _open(path: Path) -> tuple[int, str]:
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-    try:
-        fd = os.open(path, flags | os.O_DIRECT, 0o600)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.open(path, flags, 0o600), "its file system has no direct I/O: copies take more"
-    return fd, ""
+def _open(path: Path) -> tuple[int, bool]:
+    """The descriptor, and whether the file was made by this; without direct I/O where none is."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    made = os.O_CREAT | os.O_EXCL
+    for direct in (os.O_DIRECT, 0):
+        try:
+            try:
+                return os.open(path, flags | direct | made, 0o600), True
+            except FileExistsError:
+                return os.open(path, flags | direct), False
+        except OSError as error:  # a file may have been made all the same
+            if error.errno != errno.EINVAL or not direct:
+                raise
+    raise AssertionError
 
 
 def _prepare(fd: int, capacity_bytes: int, region_bytes: int) -> Superblock:
-    _lock(fd)
     facts = os.fstat(fd)
+    if facts.st_nlink == 0:
+        raise UnusableDiskError("was deleted meanwhile")
     if not stat.S_ISREG(facts.st_mode) and not stat.S_ISBLK(facts.st_mode):
         raise UnusableDiskError("neither a file nor a disk")
     if alignment(fd) > PAGE_ALIGN:

@@ -72,12 +72,14 @@ class Ring:
         name: of the back end.
         joins_memory: neighbouring pages may be one piece.
         is_stalled: an operation hangs; nothing is begun any more.
+        is_holding: something may still use the descriptor: it must stay what it is.
     """
 
     def __init__(self, queue: Queue, fd: int, io_s_max: float) -> None:
         self.name = queue.name
         self.joins_memory = queue.joins_memory
         self.is_stalled = False
+        self.is_holding = False
         self._queue = queue
         self._fd = fd
         self._io_s_max = io_s_max
@@ -137,6 +139,7 @@ class Ring:
         with trio.move_on_after(self._io_s_max) as limit:
             await trio.to_thread.run_sync(os.fdatasync, self._fd, abandon_on_cancel=True)
         if limit.cancelled_caught:
+            self.is_holding = True
             self._stall()
             raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
@@ -308,6 +311,7 @@ class Ring:
         jobs = {id(job): job for lane in self._waiting for job in lane}
         jobs |= {id(flight.job): flight.job for flight in self._again}
         jobs |= {id(flight.job): flight.job for flight in self._live.values()}
+        self.is_holding |= bool(self._live)
         for flight in self._live.values():
             flight.job.transfers.results[flight.index] = HELD
             flight.job.ended += 1

@@ -275,6 +275,7 @@ class Disk:
 
         When operations of several blocks fail, each block is tried again by itself.
         """
+        assert not (blocks.addresses % np.uint64(PAGE_ALIGN)).any()
         offsets = self._regions.offsets(blocks.regions, blocks.positions)
         rows = np.arange(len(offsets))
         for bytes_max in (OPERATION_BYTES_MAX, 1):
@@ -379,6 +380,7 @@ async def open_disk(
         raise BadRequestError(f"{ring} {reason}", ring=ring)
     opened = partial(open_file, path, capacity_bytes, region_bytes=region_bytes)
     file: DiskFile = await trio.to_thread.run_sync(opened)
+    served = None
     try:
         queue, failure = make_queue(ring, file.fd), None
         async with open_ring(queue, file.fd, io_s_max=io_s_max) as served:
@@ -392,4 +394,5 @@ async def open_disk(
         if failure is not None:
             raise failure
     finally:
-        file.close()
+        if served is None or not served.is_holding:  # else the number must not mean another file
+            file.close()
