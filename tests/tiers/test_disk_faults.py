@@ -176,6 +176,24 @@ async def test_a_disk_that_returns_other_bytes_is_not_believed() -> None:
     assert disk.sum_error_count == 1
 
 
+async def test_tables_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next chunk is read while a thread looks through this one."""
+    monkeypatch.setattr("trikv.tiers.scan.CHUNK_BYTES", 4096)
+    ring = BadRing(media())
+    disk = await start(ring)
+    assert await found(disk) == {}
+    wanted: list[set[int]] = []
+    for region in range(3):
+        assert await disk.cut(region, PAGE)
+        blocks = batch(disk, 16, region=region, seed=region)
+        assert (await disk.write(blocks.writes)).all()
+        wanted.append(set(blocks.writes.words[:, 0].tolist()))
+    for _ in range(10):
+        batches = [one async for one in (await start(ring)).scan()]
+        assert [one.cut.tolist() for one in batches] == [[0], [1], [2]]
+        assert [set(one.words[:, 0].tolist()) for one in batches] == wanted
+
+
 async def test_images_of_records_are_bounded_and_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

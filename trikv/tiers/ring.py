@@ -36,6 +36,7 @@ from trikv.tiers.transfers import HELD, Queue, Transfers
 IO_S_MAX: Final = 20.0
 BYTES_A_TURN_MAX: Final = 8 << 20
 """What is given to the kernel before others have a turn: it pins the pages on our time."""
+SMALL_BYTES: Final = 64 << 10
 RETRIES_MAX: Final = 1_000
 
 _QUARANTINE: Final[list[Transfers]] = []  # memory that the kernel may read until the very end
@@ -83,7 +84,8 @@ class Ring:
         self._queue = queue
         self._fd = fd
         self._io_s_max = io_s_max
-        self._waiting: tuple[deque[_Job], deque[_Job]] = (deque(), deque())  # reads, writes
+        # Of reads and of writes: small ones, and all others.
+        self._waiting = [(deque[_Job](), deque[_Job]()) for _ in range(2)]
         self._again: deque[_Flight] = deque()  # the rests of short ones
         self._live: dict[int, _Flight] = {}
         self._under_way = [0, 0]
@@ -100,7 +102,8 @@ class Ring:
 
         Cancellation: what was not begun never is; what was is waited for, `io_s_max` at most.
 
-        At the bound: operations beyond the depth of their direction wait, first come first served.
+        At the bound: operations beyond the depth of their direction wait, first come first served,
+        less than `SMALL_BYTES` before all others: they are records, for which whole blocks wait.
         """
         if self.is_stalled or self._is_closed:
             transfers.results[:] = errno.ESHUTDOWN
@@ -111,7 +114,8 @@ class Ring:
             return
         await trio.lowlevel.checkpoint_if_cancelled()
         job = _Job(transfers, trio.lowlevel.current_task())
-        self._waiting[transfers.is_write].append(job)
+        is_large = int(transfers.pieces[:, 1].sum()) >= SMALL_BYTES
+        self._waiting[transfers.is_write][is_large].append(job)
         self._want_feed()
 
         def abort(raise_cancel: trio.lowlevel.RaiseCancelT) -> trio.lowlevel.Abort:
@@ -188,7 +192,8 @@ class Ring:
     def _next_flight(self) -> _Flight | None:
         if self._again:
             return self._again.popleft()
-        for is_write, lane in enumerate(self._waiting):
+        for is_write, (small, large) in enumerate(self._waiting):
+            lane = small or large
             if not lane or self._under_way[is_write] >= self._queue.depths[is_write]:
                 continue
             job = lane[0]
@@ -257,7 +262,7 @@ class Ring:
         self._under_way[job.transfers.is_write] -= 1
         job.transfers.results[flight.index] = result
         self._count_ended(job, 1)
-        if any(self._waiting):
+        if any(small or large for small, large in self._waiting):
             self._want_feed()
 
     def _count_ended(self, job: _Job, count: int) -> None:
@@ -274,9 +279,9 @@ class Ring:
 
     def _drop_waiting(self, job: _Job, result: int) -> None:
         """Operations that were not begun never will be; does not wake the caller."""
-        lane = self._waiting[job.transfers.is_write]
-        if job in lane:
-            lane.remove(job)
+        for lane in self._waiting[job.transfers.is_write]:
+            if job in lane:
+                lane.remove(job)
         count = len(job.transfers.offsets) - job.begun
         job.transfers.results[job.begun :] = result
         job.begun += count
@@ -308,7 +313,7 @@ class Ring:
         if self.is_stalled:
             return
         self.is_stalled = True
-        jobs = {id(job): job for lane in self._waiting for job in lane}
+        jobs = {id(job): job for lanes in self._waiting for lane in lanes for job in lane}
         jobs |= {id(flight.job): flight.job for flight in self._again}
         jobs |= {id(flight.job): flight.job for flight in self._live.values()}
         self.is_holding |= bool(self._live)
