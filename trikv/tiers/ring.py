@@ -138,10 +138,14 @@ class Ring:
         Cancellation: the caller leaves, the synchronisation goes on.
 
         Raises:
-            OSError: it failed, or took longer than `io_s_max` (`ETIMEDOUT`): the ring stalls.
+            OSError: it failed, no thread could be started (`ENOMEM`), or it took longer than
+                `io_s_max` (`ETIMEDOUT`): the ring stalls.
         """
         with trio.move_on_after(self._io_s_max) as limit:
-            await trio.to_thread.run_sync(os.fdatasync, self._fd, abandon_on_cancel=True)
+            try:
+                await trio.to_thread.run_sync(os.fdatasync, self._fd, abandon_on_cancel=True)
+            except RuntimeError as error:
+                raise OSError(errno.ENOMEM, str(error)) from error
         if limit.cancelled_caught:
             self.is_holding = True
             self._stall()

@@ -25,6 +25,7 @@ from trikv.core.slots import (
     valid_records,
 )
 from trikv.tiers.runs import Memory, join
+from trikv.tiers.threads import in_thread
 from trikv.tiers.transfers import Transfers
 
 CHUNK_BYTES: Final = 1 << 20  # 4,096 records: what a caller takes in without a long pause
@@ -51,7 +52,7 @@ async def scan(
                 following = chunks[index + 1], memories[(index + 1) % 2]
                 nursery.start_soon(_read_records, regions, *following, run)
             look = partial(_look_through, regions, chunk, memories[index % 2].bytes)
-            found.append(await trio.to_thread.run_sync(look, limiter=limiter))
+            found.append(await in_thread(look, limiter))
         yield _living(found[0], are_dead)
 
 
@@ -63,7 +64,7 @@ async def _read_headers(regions: Regions, run: Run, limiter: trio.CapacityLimite
         rows = np.arange(count)
         await _read_pages(regions.layout.headers_offset + (first + rows) * PAGE_ALIGN, memory, run)
         adopt = partial(regions.adopt, first, memory.bytes[: count * PAGE_ALIGN])
-        await trio.to_thread.run_sync(adopt, limiter=limiter)
+        await in_thread(adopt, limiter)
 
 
 def _chunks(regions: Regions) -> Iterator[NDArray[np.int64]]:

@@ -40,6 +40,7 @@ from trikv.tiers.rings import AUTO, make_queue, why_not
 from trikv.tiers.runs import OPERATION_BYTES_MAX, join, sum_blocks
 from trikv.tiers.scan import scan
 from trikv.tiers.table import Table
+from trikv.tiers.threads import in_thread
 from trikv.tiers.transfers import HELD, Ring, Transfers
 
 ERRORS_A_MINUTE_MAX: Final = 16
@@ -327,7 +328,7 @@ class Disk:
         if len(into) * sum(lengths) <= SUMMED_INLINE_MAX:
             call()
         else:
-            await trio.to_thread.run_sync(call, limiter=self._hashers)
+            await in_thread(call, self._hashers)
 
     @contextmanager
     def _off_on_failure(self) -> Iterator[None]:
