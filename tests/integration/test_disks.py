@@ -191,13 +191,29 @@ def test_a_slow_disk_holds_up_no_save(start: Start, tmp_path: Path) -> None:
     assert daemon.end() == 0
 
 
+def test_a_deleted_file_serves_on_and_says_so(start: Start, tmp_path: Path) -> None:
+    async def serve() -> None:
+        async with attached(daemon.address, **engine_options()) as engine:
+            places(tmp_path)[0].unlink()
+            for name in "abc":
+                await save(engine, name)
+                await quiet(daemon)
+            for name in "abc":
+                assert await load(engine, name) == BLOCKS
+
+    daemon = with_disk(start, tmp_path)
+    asyncio.run(serve())
+    assert any("its file was deleted" in line for line in shown(daemon))
+    assert daemon.end() == 0
+
+
 def test_all_families_of_a_disk_are_shown(start: Start, tmp_path: Path) -> None:
     async def serve() -> None:
         async with attached(daemon.address, **engine_options()) as engine:
-            for name in "ab":
+            for name in "abc":
                 await save(engine, name)
                 await quiet(daemon)
-            for name in "ab":
+            for name in "abc":
                 assert await load(engine, name) == BLOCKS
 
     daemon = with_disk(start, tmp_path, "--http-addr", ANY_PORT)

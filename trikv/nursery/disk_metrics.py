@@ -57,7 +57,7 @@ def rows(tiers: Tiers | None) -> dict[str, Rows]:
 
 def _disks(tiers: Tiers) -> dict[str, Rows]:
     open_ones = [((one.disk.path,), one) for one in tiers.disks]
-    states = {one.disk.path: "off" if one.fault else one.state for one in tiers.disks}
+    states = {one.disk.path: one.state for one in tiers.disks}
     states |= dict.fromkeys(tiers.broken, "off")
     return {
         "trikv_disk_state": [

@@ -162,7 +162,7 @@ def _write_disks(status: Any, facts: Facts) -> None:
         return
     for row, one in zip(rows, tiers.disks, strict=False):
         row.path, row.ring = one.disk.path, one.disk.ring_name
-        row.state = f"off: {one.fault}" if one.fault else one.state
+        row.state = one.shown_state
         row.capacityBytes = one.capacity_bytes
         row.usedBytes, row.blockCount = one.used_bytes, one.block_count
         row.foundCount = one.found_blocks
