@@ -141,7 +141,7 @@ def test_flipped_bits_are_misses(start: Start, tmp_path: Path) -> None:
         ("eio", "errors within a minute, the last: Input/output error"),
         ("full", "errors within a minute, the last: No space left on device"),
         ("read-only", "errors within a minute, the last: Read-only file system"),
-        ("hang", "an operation has had no answer"),
+        ("hang", "the disk does not answer"),
     ],
 )
 def test_a_disk_that_fails_is_off_and_the_engine_is_served(
