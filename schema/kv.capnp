@@ -304,7 +304,7 @@ struct TenantStatus {
 struct DiskStatus {
   path @0 :Text;
   ring @1 :Text;                    # what carries out its operations
-  state @2 :Text;                   # serving, scanning, or off: why
+  state @2 :Text;                   # serving, scanning or off; then a colon and what a person should know
   capacityBytes @3 :UInt64;
   usedBytes @4 :UInt64;             # slots of blocks that can be read
   blockCount @5 :UInt64;

@@ -87,6 +87,8 @@ def is_program(module: str) -> bool:
         ("prometheus_client", "trikv.process.pages"),
         ("hypercorn", "trikv.process.http"),
         ("starlette", "trikv.process.http"),
+        ("liburing", "trikv.tiers.uring_package"),
+        ("xxhash", "trikv.core.sums"),
     ],
 )
 def test_a_library_is_known_to_one_module(library: str, module: str) -> None:

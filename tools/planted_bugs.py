@@ -89,8 +89,8 @@ BUGS: Final = (
     ),
     (
         "half-filled blocks are never given up",
-        "core/cache.py",
-        "while self._fills and self._fills[0][0] <= now_s:",
+        "core/fills.py",
+        "while self._begun and self._begun[0][0] <= now_s:",
         "while False:",
     ),
     (
@@ -111,7 +111,7 @@ LOOK = """
 import sys, traceback, structlog
 structlog.configure(processors=[lambda *_: (_ for _ in ()).throw(structlog.DropEvent)])
 from tests.sim.test_world import live
-from tests.sim.world import Faults
+from tests.sim.fakes import Faults
 seed = int(sys.argv[1])
 faults = Faults(0.01, 0.01, 0.05, 0.1, 0.05, 0.3, 0.05, 0.3, 0.1, 0.01)
 try:

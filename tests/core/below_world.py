@@ -4,8 +4,8 @@ import random
 import sys
 
 import numpy as np
+from below_medium import FakeMedium
 from cache_world import LEASE_S, PAGE, PAGES, SLAB, Who, drop_space, path_to, words
-from fake_medium import FakeMedium, origin_of, sum_of
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -26,6 +26,14 @@ WHO = st.tuples(
 )
 WHICH = st.integers(0, 99)
 MASK = st.sampled_from([0, 0, 0, 0, 0, 0, 1, 2, 4, 63])
+
+
+def sum_of(tag: object) -> int:
+    return hash(tag) & (2**64 - 1)
+
+
+def origin_of(space: int) -> bytes:
+    return bytes([space]) * 32
 
 
 class BelowMachine(RuleBasedStateMachine):

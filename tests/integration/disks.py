@@ -111,8 +111,8 @@ class Faults:
         """Python that makes operations of the thread ring go wrong as the file says."""
         return f"""
 import errno, fcntl, os, time
-from trikv.tiers import ring, threads
-ring.open_ring.__wrapped__.__kwdefaults__["io_s_max"] = 2.0
+from trikv.tiers import ssd, threads
+ssd.open_disk.__wrapped__.__kwdefaults__["io_s_max"] = 2.0
 real = threads.move
 def move(fd, offset, pieces, *, is_write):
     try:

@@ -23,6 +23,8 @@ from tests.integration.disks import (
     shown,
     with_disk,
 )
+from tests.integration.pages import ANY_PORT, scrape
+from trikv.nursery.disk_metrics import FAMILIES
 
 THROUGH = "--ssd-write-through"
 
@@ -139,7 +141,7 @@ def test_flipped_bits_are_misses(start: Start, tmp_path: Path) -> None:
         ("eio", "errors within a minute, the last: Input/output error"),
         ("full", "errors within a minute, the last: No space left on device"),
         ("read-only", "errors within a minute, the last: Read-only file system"),
-        ("hang", "an operation has had no answer"),
+        ("hang", "the disk does not answer"),
     ],
 )
 def test_a_disk_that_fails_is_off_and_the_engine_is_served(
@@ -186,6 +188,43 @@ def test_a_slow_disk_holds_up_no_save(start: Start, tmp_path: Path) -> None:
     faults.set("slow")
     daemon = with_disk(start, tmp_path, "--ssd-ring", "threads", before=faults.before)
     asyncio.run(serve())
+    assert daemon.end() == 0
+
+
+def test_a_deleted_file_serves_on_and_says_so(start: Start, tmp_path: Path) -> None:
+    async def serve() -> None:
+        async with attached(daemon.address, **engine_options()) as engine:
+            places(tmp_path)[0].unlink()
+            for name in "abc":
+                await save(engine, name)
+                await quiet(daemon)
+            for name in "abc":
+                assert await load(engine, name) == BLOCKS
+
+    daemon = with_disk(start, tmp_path)
+    asyncio.run(serve())
+    assert any("its file was deleted" in line for line in shown(daemon))
+    assert daemon.end() == 0
+
+
+def test_all_families_of_a_disk_are_shown(start: Start, tmp_path: Path) -> None:
+    async def serve() -> None:
+        async with attached(daemon.address, **engine_options()) as engine:
+            for name in "abc":
+                await save(engine, name)
+                await quiet(daemon)
+            for name in "abc":
+                assert await load(engine, name) == BLOCKS
+
+    daemon = with_disk(start, tmp_path, "--http-addr", ANY_PORT)
+    asyncio.run(serve())
+    page = scrape(daemon)
+    assert {name for name, _ in page} >= FAMILIES.keys()
+    disk = (("disk", str(tmp_path / "disk0")),)
+    assert page["trikv_disk_state", (*disk, ("state", "serving"))] == 1
+    assert page["trikv_disk_written_bytes_total", disk] >= 2 * BLOCKS * PAGE
+    assert page["trikv_query_blocks_total", ()] == page["trikv_query_hit_blocks_total", ()]
+    assert page["trikv_cache_blocks", (("tier", "ssd"),)] == page["trikv_disk_blocks", disk]
     assert daemon.end() == 0
 
 

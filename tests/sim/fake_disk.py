@@ -91,6 +91,9 @@ class FakeDisk:
     def first_sequence(self) -> int:
         return self.medium.epoch << EPOCH_SHIFT
 
+    def state(self) -> str:
+        return self.fault
+
     async def scan(self) -> AsyncIterator[Recovered]:
         medium = self.medium
         for region, (pages, generation) in sorted(medium.headers.items()):

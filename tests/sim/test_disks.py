@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from trio._core import _run as scheduler
 from trio.testing import MockClock
 
+from tests.sim.engine import Report
 from tests.sim.fake_disk import DiskFaults, Medium
 from tests.sim.fakes import Faults
 from tests.sim.test_world import FAULTS, QUIET, quiet
-from tests.sim.world import Report, World
+from tests.sim.world import World
 
 assert quiet  # the fixture is for this file too
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from trio._core import _run as scheduler
 from trio.testing import MockClock
 
+from tests.sim.engine import Report
 from tests.sim.fakes import Faults
-from tests.sim.world import Report, World
+from tests.sim.world import World
 
 FAULTS = st.builds(
     Faults,

@@ -51,6 +51,22 @@ async def test_reads_begin_before_writes_and_each_has_its_depth() -> None:
         assert len(queue.begun) == 14
 
 
+async def test_records_do_not_wait_behind_blocks() -> None:
+    queue = ScriptedQueue(depths=(4, 1))
+    blocks, record = transfers(3, is_write=True, size=1 << 20), transfers(1, is_write=True)
+    async with open_ring(queue, -1) as ring, trio.open_nursery() as nursery:
+        nursery.start_soon(ring.run, blocks)
+        await settle()
+        nursery.start_soon(ring.run, record)
+        await settle()
+        for ticket in range(1, 5):
+            queue.end(ticket)
+            await settle()
+    assert [one.size for one in queue.begun] == [1 << 20, 4096, 1 << 20, 1 << 20]
+    assert not blocks.results.any()
+    assert not record.results.any()
+
+
 async def test_one_turn_gives_the_kernel_some_megabytes() -> None:
     queue = ScriptedQueue(depths=(64, 2))
     given: list[int] = []
@@ -248,11 +264,13 @@ async def world(seed: int) -> None:
         for step in range(rng.randrange(5, 60)):
             if rng.random() < 0.3:
                 is_write, pieces = rng.random() < 0.4, rng.choice([1, 2, 4])
+                size = rng.choice([4096, 32768])
                 address, offset = (step + 1) << 24, step << 24
                 caller = Caller(
                     transfers(
                         rng.randrange(0, 6),
                         is_write=is_write,
+                        size=size,
                         pieces=pieces,
                         address=address,
                         offset=offset,
@@ -279,10 +297,11 @@ def check(queue: ScriptedQueue, callers: list[Caller]) -> None:
         if not caller.is_over:
             continue
         first = caller.job.offsets[:1].tolist()
+        size = int(caller.job.pieces[:, 1].sum()) // max(1, len(caller.job.offsets))
         theirs = {
-            (one.offset - first[0]) // 4096
+            (one.offset - first[0]) // size
             for one in queue.taken.values()
-            if first and first[0] <= one.offset < first[0] + 4096 * len(caller.job.offsets)
+            if first and first[0] <= one.offset < first[0] + size * len(caller.job.offsets)
         }
         assert theirs <= set(np.flatnonzero(caller.job.results == HELD).tolist())
         if caller.is_cut:

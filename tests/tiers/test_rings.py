@@ -76,6 +76,7 @@ async def test_bytes_come_back(kind: str, fd: int, memory: Memory) -> None:
         await ring.run(write)
         await ring.sync()
         await ring.run(read)
+    assert not ring.is_holding
     assert not write.results.any()
     assert not read.results.any()
     assert np.array_equal(memory.bytes[16 * MIB : 24 * MIB], wanted)
@@ -179,6 +180,7 @@ async def test_what_hangs_is_held_and_turns_the_ring_off(
         async with open_ring(rings.make_queue(kind, reader), reader, io_s_max=0.2) as ring:
             await ring.run(read)
             assert ring.is_stalled
+            assert ring.is_holding
             await ring.run(later)
     assert read.results.tolist() == [HELD]
     assert later.results.tolist() == [errno.ESHUTDOWN] * 2

@@ -101,7 +101,7 @@ def render(facts: Facts) -> list[str]:
         f"leases    {pool['leaseCount']} hold {_size(pool['pinnedBytes'])}",
         f"slabs     {free}, {each} each",
         *_traffic(facts["counters"]),
-        *_disks(facts["disks"]),
+        *_disks(facts.get("disks", [])),  # a daemon of an earlier version has none
         *([f"metrics   {facts['http']}/metrics"] if facts["http"] else []),
         *render_ceiling(facts["windows"]),
         *_insight(facts),
@@ -141,7 +141,8 @@ def _disks(disks: list[Facts]) -> list[str]:
             lines.append(_cut(f"ssd       {row['state']} ({row['path']})", WIDTH))
             continue
         used, capacity = row["usedBytes"], row["capacityBytes"]
-        state = "" if row["state"] == "serving" else f", {row['state']}"
+        state, _, notice = row["state"].partition(": ")
+        state = "" if state == "serving" else f", {state}"
         lines.append(
             f"ssd       {_size(used)} of {_size(capacity)} used ({used / capacity:.0%}), "
             f"{row['blockCount']} blocks{state}, {row['ring']}"
@@ -149,6 +150,7 @@ def _disks(disks: list[Facts]) -> list[str]:
         wrong = f", {row['wrongCount']} blocks wrong" if row["wrongCount"] else ""
         moved = f"{_size(row['writtenBytes'])} written, {_size(row['readBytes'])} read{wrong}"
         lines.append(f"          {moved} {_end_of(row['path'], WIDTH - 11 - len(moved))}")
+        lines += [_cut(f"          {notice}", WIDTH)] if notice else []
     return lines
 
 

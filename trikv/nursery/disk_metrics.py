@@ -45,7 +45,7 @@ def rows(tiers: Tiers | None) -> dict[str, Rows]:
     return _disks(tiers) | {
         "trikv_spill_blocks_total": [((), spilling.spilled_blocks_total)],
         "trikv_spill_failed_blocks_total": [((), spilling.failed_blocks_total)],
-        "trikv_spill_waiting_requests": [((), len(below.spills))],
+        "trikv_spill_waiting_requests": [((), spilling.waiting_count)],
         "trikv_spill_dropped_requests_total": [((), below.spills.dropped_total)],
         "trikv_fetch_blocks_total": [((), landings.blocks_total)],
         "trikv_fetch_failed_blocks_total": [((), landings.failed_blocks_total)],
@@ -57,7 +57,7 @@ def rows(tiers: Tiers | None) -> dict[str, Rows]:
 
 def _disks(tiers: Tiers) -> dict[str, Rows]:
     open_ones = [((one.disk.path,), one) for one in tiers.disks]
-    states = {one.disk.path: "off" if one.fault else one.state for one in tiers.disks}
+    states = {one.disk.path: one.state for one in tiers.disks}
     states |= dict.fromkeys(tiers.broken, "off")
     return {
         "trikv_disk_state": [

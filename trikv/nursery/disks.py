@@ -54,6 +54,9 @@ class Disk(Protocol):
     def first_sequence(self) -> int:
         """The least sequence of this opening."""
 
+    def state(self) -> str:
+        """What a person should know, one line; empty when all is well."""
+
     def scan(self) -> AsyncIterator[Recovered]:
         """What it holds."""
 
@@ -104,8 +107,16 @@ class DiskTier:
 
     @property
     def state(self) -> str:
-        """Serving, or scanning while not all that is there has been found."""
+        """Serving, scanning while not all that is there has been found, or off."""
+        if self.fault:
+            return "off"
         return "serving" if self.scanned.is_set() else "scanning"
+
+    @property
+    def shown_state(self) -> str:
+        """The state, and what a person should know about it."""
+        notice = self.fault or self.disk.state()
+        return f"{self.state}: {notice}" if notice else self.state
 
     @property
     def used_bytes(self) -> int:

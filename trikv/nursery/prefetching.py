@@ -96,7 +96,8 @@ class Prefetching:
         for queue in self._queues:
             mine = [one for one in queue.wanted if _is_of(one, instance, ended)]
             if mine:
-                queue.wanted = deque(one for one in queue.wanted if one not in mine)
+                others = (one for one in queue.wanted if not _is_of(one, instance, ended))
+                queue.wanted = deque(others)
                 queue.unwanted += mine
             while len(queue.unwanted) > UNWANTED_MAX:
                 self._give_up(queue, queue.unwanted.popleft())

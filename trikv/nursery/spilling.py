@@ -29,12 +29,18 @@ class Spilling:
         self._below = below
         self._tiers = tiers
         self._bell = trio.Event()
+        self._is_writing = False
         pool_bytes = below.cache.pages.capacity_bytes
         self._batch_bytes = min(BATCH_BYTES, pool_bytes // POOL_PART)
 
     def ring(self) -> None:
         """Something was saved or used."""
         self._bell.set()
+
+    @property
+    def waiting_count(self) -> int:
+        """Requests whose blocks wait to be written, or are being written."""
+        return len(self._below.spills) + self._is_writing
 
     @property
     def is_full(self) -> bool:
@@ -72,10 +78,14 @@ class Spilling:
         parts, has_more = self._below.spill(waiting.chain, self._batch_bytes)
         if has_more:
             spills.put_back(waiting)
-        async with trio.open_nursery() as nursery:
-            for part in parts:
-                spills.budget.spend(part.bytes)
-                nursery.start_soon(self._write, part)
+        self._is_writing = len(parts) > 0
+        try:
+            async with trio.open_nursery() as nursery:
+                for part in parts:
+                    spills.budget.spend(part.bytes)
+                    nursery.start_soon(self._write, part)
+        finally:
+            self._is_writing = False
         return True
 
     async def _write(self, part: SpillPart) -> None:

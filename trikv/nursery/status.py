@@ -157,18 +157,18 @@ def _write_copiers(status: Any, copiers: Copiers) -> None:
 def _write_disks(status: Any, facts: Facts) -> None:
     """Those that were opened, then those that could not be."""
     tiers = facts.tiers
+    rows = status.init("disks", 0 if tiers is None else len(tiers.disks) + len(tiers.broken))
     if tiers is None:
         return
-    rows = status.init("disks", len(tiers.disks) + len(tiers.broken))
     for row, one in zip(rows, tiers.disks, strict=False):
         row.path, row.ring = one.disk.path, one.disk.ring_name
-        row.state = f"off: {one.fault}" if one.fault else one.state
+        row.state = one.shown_state
         row.capacityBytes = one.capacity_bytes
         row.usedBytes, row.blockCount = one.used_bytes, one.block_count
         row.foundCount = one.found_blocks
         row.writtenBytes, row.readBytes = one.disk.bytes_written, one.disk.bytes_read
         row.wrongCount, row.errorCount = one.lower.wrong_blocks_total, one.disk.io_error_count
-        row.waitingCount = len(tiers.below.spills)
+        row.waitingCount = tiers.spilling.waiting_count
     for at, (path, reason) in enumerate(tiers.broken.items(), len(tiers.disks)):
         rows[at].path, rows[at].state = path, f"off: {reason}"
 

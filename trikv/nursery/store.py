@@ -178,6 +178,8 @@ class Store:
         hit = self.cache.query(key, call.words, now_s=now_s)
         if self.below is not None and hit.count < len(call.words):
             hit = replace(hit, coming=self.below.fetch(*self._rest(key, call, hit.count)).count)
+            if hit.coming:
+                self.cache.counters.uncount_query(len(call.words), hit.count)
         self._answered.append((key, call, hit, now_s))
         if len(self._answered) >= ANSWERED_MAX:
             self.settle()

@@ -17,6 +17,7 @@ import errno
 import fcntl
 import os
 import stat
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -29,6 +30,9 @@ from trikv.core.superblock import COPIES, Superblock, UnusableDiskError, read
 FILE_NAME: Final = "trikv.ssd"
 ZEROS_FIRST: Final = 4 << 20  # file systems and tables of partitions begin within
 ZEROS_LAST: Final = 1 << 20  # or leave a copy at the end
+NOT_DIRECT: Final = "its file system has no direct I/O: copies take more"
+LOCK_ATTEMPTS: Final = 20
+LOCK_WAIT_S: Final = 0.1
 STATX_DIOALIGN: Final = 0x2000
 AT_EMPTY_PATH: Final = 0x1000
 
@@ -52,12 +56,14 @@ class DiskFile:
     notice: str = ""
 
     def look(self) -> str:
-        """What is wrong with the place now, one line; cheap enough to ask often."""
+        """What is wrong with the place now, or was at first, one line; cheap."""
         try:
             is_gone = os.fstat(self.fd).st_nlink == 0
         except OSError as error:
             return error.strerror or "unreadable"
-        return "its file was deleted: what it holds is lost at the next start" if is_gone else ""
+        if is_gone:
+            return "its file was deleted: what it holds is lost at the next start"
+        return self.notice
 
     def close(self) -> None:
         """Give the place back."""
@@ -78,11 +84,15 @@ def open_file(path: str, capacity_bytes: int, *, region_bytes: int = 0) -> DiskF
     wanted = Path(path)
     if wanted.is_dir():
         wanted /= FILE_NAME
-    is_new = not wanted.exists()
     try:
-        fd, notice = _open(wanted)
+        fd, is_new = _open(wanted)
     except OSError as error:
         raise UnusableDiskError(f"{wanted}: {error.strerror}") from error
+    try:
+        _lock(fd)
+    except UnusableDiskError as error:  # whoever has it may have found the file that we made
+        os.close(fd)
+        raise UnusableDiskError(f"{wanted}: {error}") from error
     try:
         superblock = _prepare(fd, capacity_bytes, region_bytes)
     except BaseException as error:
@@ -93,26 +103,30 @@ def open_file(path: str, capacity_bytes: int, *, region_bytes: int = 0) -> DiskF
             what = error.strerror if isinstance(error, OSError) else str(error)
             raise UnusableDiskError(f"{wanted}: {what}") from error
         raise
-    return DiskFile(str(wanted), fd, superblock, notice)
+    is_direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+    return DiskFile(str(wanted), fd, superblock, "" if is_direct else NOT_DIRECT)
 
 
-def _open(path: Path) -> tuple[int, str]:
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-    try:
-        fd = os.open(path, flags | os.O_DIRECT, 0o600)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.open(path, flags, 0o600), "its file system has no direct I/O: copies take more"
-    return fd, ""
+def _open(path: Path) -> tuple[int, bool]:
+    """The descriptor, and whether the file was made by this; without direct I/O where none is."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    made = os.O_CREAT | os.O_EXCL
+    for direct in (os.O_DIRECT, 0):
+        try:
+            try:
+                return os.open(path, flags | direct | made, 0o600), True
+            except FileExistsError:
+                return os.open(path, flags | direct), False
+        except OSError as error:  # a file may have been made all the same
+            if error.errno != errno.EINVAL or not direct:
+                raise
+    raise AssertionError
 
 
 def _prepare(fd: int, capacity_bytes: int, region_bytes: int) -> Superblock:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UnusableDiskError("in use by another process") from None
     facts = os.fstat(fd)
+    if facts.st_nlink == 0:
+        raise UnusableDiskError("was deleted meanwhile")
     if not stat.S_ISREG(facts.st_mode) and not stat.S_ISBLK(facts.st_mode):
         raise UnusableDiskError("neither a file nor a disk")
     if alignment(fd) > PAGE_ALIGN:
@@ -133,6 +147,19 @@ def _prepare(fd: int, capacity_bytes: int, region_bytes: int) -> Superblock:
         layout = Layout(capacity_bytes, found.region_bytes, found.region_count)
     _allocate(fd, size, layout, is_file=stat.S_ISREG(facts.st_mode))
     return found
+
+
+def _lock(fd: int) -> None:
+    """Take the place; one that was killed holds it until the kernel has ended its operations."""
+    for attempt in range(LOCK_ATTEMPTS):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if attempt + 1 < LOCK_ATTEMPTS:
+                time.sleep(LOCK_WAIT_S)
+        else:
+            return
+    raise UnusableDiskError("in use by another process")
 
 
 def _allocate(fd: int, size: int, layout: Layout, *, is_file: bool) -> None:

@@ -36,6 +36,7 @@ from trikv.tiers.transfers import HELD, Queue, Transfers
 IO_S_MAX: Final = 20.0
 BYTES_A_TURN_MAX: Final = 8 << 20
 """What is given to the kernel before others have a turn: it pins the pages on our time."""
+SMALL_BYTES: Final = 64 << 10
 RETRIES_MAX: Final = 1_000
 
 _QUARANTINE: Final[list[Transfers]] = []  # memory that the kernel may read until the very end
@@ -72,16 +73,19 @@ class Ring:
         name: of the back end.
         joins_memory: neighbouring pages may be one piece.
         is_stalled: an operation hangs; nothing is begun any more.
+        is_holding: something may still use the descriptor: it must stay what it is.
     """
 
     def __init__(self, queue: Queue, fd: int, io_s_max: float) -> None:
         self.name = queue.name
         self.joins_memory = queue.joins_memory
         self.is_stalled = False
+        self.is_holding = False
         self._queue = queue
         self._fd = fd
         self._io_s_max = io_s_max
-        self._waiting: tuple[deque[_Job], deque[_Job]] = (deque(), deque())  # reads, writes
+        # Of reads and of writes: small ones, and all others.
+        self._waiting = [(deque[_Job](), deque[_Job]()) for _ in range(2)]
         self._again: deque[_Flight] = deque()  # the rests of short ones
         self._live: dict[int, _Flight] = {}
         self._under_way = [0, 0]
@@ -98,7 +102,8 @@ class Ring:
 
         Cancellation: what was not begun never is; what was is waited for, `io_s_max` at most.
 
-        At the bound: operations beyond the depth of their direction wait, first come first served.
+        At the bound: operations beyond the depth of their direction wait, first come first served,
+        less than `SMALL_BYTES` before all others: they are records, for which whole blocks wait.
         """
         if self.is_stalled or self._is_closed:
             transfers.results[:] = errno.ESHUTDOWN
@@ -109,7 +114,8 @@ class Ring:
             return
         await trio.lowlevel.checkpoint_if_cancelled()
         job = _Job(transfers, trio.lowlevel.current_task())
-        self._waiting[transfers.is_write].append(job)
+        is_large = int(transfers.pieces[:, 1].sum()) >= SMALL_BYTES
+        self._waiting[transfers.is_write][is_large].append(job)
         self._want_feed()
 
         def abort(raise_cancel: trio.lowlevel.RaiseCancelT) -> trio.lowlevel.Abort:
@@ -132,11 +138,16 @@ class Ring:
         Cancellation: the caller leaves, the synchronisation goes on.
 
         Raises:
-            OSError: it failed, or took longer than `io_s_max` (`ETIMEDOUT`): the ring stalls.
+            OSError: it failed, no thread could be started (`ENOMEM`), or it took longer than
+                `io_s_max` (`ETIMEDOUT`): the ring stalls.
         """
         with trio.move_on_after(self._io_s_max) as limit:
-            await trio.to_thread.run_sync(os.fdatasync, self._fd, abandon_on_cancel=True)
+            try:
+                await trio.to_thread.run_sync(os.fdatasync, self._fd, abandon_on_cancel=True)
+            except RuntimeError as error:
+                raise OSError(errno.ENOMEM, str(error)) from error
         if limit.cancelled_caught:
+            self.is_holding = True
             self._stall()
             raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
@@ -185,7 +196,8 @@ class Ring:
     def _next_flight(self) -> _Flight | None:
         if self._again:
             return self._again.popleft()
-        for is_write, lane in enumerate(self._waiting):
+        for is_write, (small, large) in enumerate(self._waiting):
+            lane = small or large
             if not lane or self._under_way[is_write] >= self._queue.depths[is_write]:
                 continue
             job = lane[0]
@@ -254,7 +266,7 @@ class Ring:
         self._under_way[job.transfers.is_write] -= 1
         job.transfers.results[flight.index] = result
         self._count_ended(job, 1)
-        if any(self._waiting):
+        if any(small or large for small, large in self._waiting):
             self._want_feed()
 
     def _count_ended(self, job: _Job, count: int) -> None:
@@ -271,9 +283,9 @@ class Ring:
 
     def _drop_waiting(self, job: _Job, result: int) -> None:
         """Operations that were not begun never will be; does not wake the caller."""
-        lane = self._waiting[job.transfers.is_write]
-        if job in lane:
-            lane.remove(job)
+        for lane in self._waiting[job.transfers.is_write]:
+            if job in lane:
+                lane.remove(job)
         count = len(job.transfers.offsets) - job.begun
         job.transfers.results[job.begun :] = result
         job.begun += count
@@ -305,9 +317,10 @@ class Ring:
         if self.is_stalled:
             return
         self.is_stalled = True
-        jobs = {id(job): job for lane in self._waiting for job in lane}
+        jobs = {id(job): job for lanes in self._waiting for lane in lanes for job in lane}
         jobs |= {id(flight.job): flight.job for flight in self._again}
         jobs |= {id(flight.job): flight.job for flight in self._live.values()}
+        self.is_holding |= bool(self._live)
         for flight in self._live.values():
             flight.job.transfers.results[flight.index] = HELD
             flight.job.ended += 1

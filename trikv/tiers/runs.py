@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from trikv.core import sums
 from trikv.tiers.transfers import PIECES_MAX, Transfers
 
 OPERATION_BYTES_MAX: Final = 4 << 20
@@ -36,6 +37,18 @@ class Memory:
 def view(address: int, length: int) -> memoryview:
     """The bytes at an address of this process; the caller keeps them mapped."""
     return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
+
+
+def sum_blocks(
+    addresses: NDArray[np.uint64], lengths: tuple[int, ...], into: NDArray[np.uint64]
+) -> None:
+    """Sums of blocks' pages, one rank after another; releases the GIL while it reads large ones."""
+    if len(lengths) == 1:
+        for row, address in enumerate(addresses[:, 0].tolist()):
+            into[row] = sums.of_bytes(view(address, lengths[0]))
+        return
+    for row, places in enumerate(addresses.tolist()):
+        into[row] = sums.of_parts(map(view, places, lengths))
 
 
 def join(

@@ -1,6 +1,6 @@
 """What a disk holds, found by reading its tables from front to back.
 
-Decided here: that only the pages that a region's records fill are read, some megabytes at a time,
+Decided here: that only the pages that a region's records fill are read, a megabyte at a time,
 and that the next ones are read while a thread looks through these. This file does not know what is
 done with what it finds.
 """
@@ -21,12 +21,14 @@ from trikv.core.slots import (
     Recovered,
     Regions,
     newest,
+    picked,
     valid_records,
 )
 from trikv.tiers.runs import Memory, join
+from trikv.tiers.threads import in_thread
 from trikv.tiers.transfers import Transfers
 
-CHUNK_BYTES: Final = 4 << 20
+CHUNK_BYTES: Final = 1 << 20  # 4,096 records: what a caller takes in without a long pause
 CHUNK_REGIONS_MAX: Final = 1_024
 
 Run = Callable[[Transfers], Awaitable[None]]
@@ -39,7 +41,8 @@ async def scan(
     """Yield what is found; `regions` learns how each is cut before its blocks are yielded."""
     await _read_headers(regions, run, limiter)
     chunks = list(_chunks(regions))
-    memories = [Memory(CHUNK_BYTES), Memory(CHUNK_BYTES)]
+    size = max(CHUNK_BYTES, regions.layout.records_bytes)
+    memories = [Memory(size), Memory(size)]
     if chunks:
         await _read_records(regions, chunks[0], memories[0], run)
     for index, chunk in enumerate(chunks):
@@ -49,7 +52,7 @@ async def scan(
                 following = chunks[index + 1], memories[(index + 1) % 2]
                 nursery.start_soon(_read_records, regions, *following, run)
             look = partial(_look_through, regions, chunk, memories[index % 2].bytes)
-            found.append(await trio.to_thread.run_sync(look, limiter=limiter))
+            found.append(await in_thread(look, limiter))
         yield _living(found[0], are_dead)
 
 
@@ -61,17 +64,17 @@ async def _read_headers(regions: Regions, run: Run, limiter: trio.CapacityLimite
         rows = np.arange(count)
         await _read_pages(regions.layout.headers_offset + (first + rows) * PAGE_ALIGN, memory, run)
         adopt = partial(regions.adopt, first, memory.bytes[: count * PAGE_ALIGN])
-        await trio.to_thread.run_sync(adopt, limiter=limiter)
+        await in_thread(adopt, limiter)
 
 
 def _chunks(regions: Regions) -> Iterator[NDArray[np.int64]]:
-    """Cut regions, as many at a time as have their records in one chunk."""
+    """Cut regions, as many at a time as have their records in one chunk, at least one."""
     cut = np.flatnonzero(regions.slot_bytes != NO_SLOTS)
     pages = regions.record_pages(cut)
     room = CHUNK_BYTES // PAGE_ALIGN
     first = filled = 0
     for row, count in enumerate(pages.tolist()):
-        if filled + count > room or row - first == CHUNK_REGIONS_MAX:
+        if row > first and (filled + count > room or row - first == CHUNK_REGIONS_MAX):
             yield cut[first:row]
             first, filled = row, 0
         filled += count
@@ -108,9 +111,9 @@ def _look_through(regions: Regions, chunk: NDArray[np.int64], raw: NDArray[np.ui
     at, positions = np.repeat(chunk, counts), _within(counts)
     records = raw[: len(at) * RECORD.itemsize].view(RECORD)
     rows = valid_records(regions, at, positions, records)
-    records = records[rows]
+    records = picked(records, rows)
     kept = newest(records)
-    records, rows = records[kept], rows[kept]
+    records, rows = picked(records, kept), rows[kept]
     return Recovered(
         chunk,
         regions.slot_bytes[chunk],

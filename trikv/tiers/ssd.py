@@ -11,16 +11,15 @@ dead, and at a clean end. Whatever else a power cut takes is a miss.
 import errno
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import trio
 from numpy.typing import NDArray
 
-from trikv.core import sums
 from trikv.core.errors import BadRequestError
 from trikv.core.pages import PAGE_ALIGN
 from trikv.core.slots import (
@@ -38,15 +37,17 @@ from trikv.tiers.diskfile import DiskFile, open_file
 from trikv.tiers.front import DiskFailedError, Front, write_page
 from trikv.tiers.ring import IO_S_MAX, open_ring
 from trikv.tiers.rings import AUTO, make_queue, why_not
-from trikv.tiers.runs import OPERATION_BYTES_MAX, join, view
+from trikv.tiers.runs import OPERATION_BYTES_MAX, join, sum_blocks
 from trikv.tiers.scan import scan
 from trikv.tiers.table import Table
-from trikv.tiers.transfers import HELD, Transfers
+from trikv.tiers.threads import in_thread
+from trikv.tiers.transfers import HELD, Ring, Transfers
 
 ERRORS_A_MINUTE_MAX: Final = 16
 MINUTE_S: Final = 60.0
 VERIFIED_AT_ONCE: Final = 16 << 20  # bytes read before their sums are made, while more are read
 HASHERS: Final = 2
+SUMMED_INLINE_MAX: Final = 512 << 10  # bytes: takes less than to wake a thread
 GIVEN_UP: Final = frozenset({errno.ESHUTDOWN, errno.ECANCELED})  # not the disk's own answers
 
 
@@ -62,19 +63,6 @@ class IoStalledError(Exception):
         super().__init__("an operation has no answer")
         self.right = right
         self.held = held
-
-
-class Ring(Protocol):
-    """What `ring.Ring` is to this file."""
-
-    name: str
-    joins_memory: bool
-
-    async def run(self, transfers: Transfers) -> None:
-        """Carry out operations."""
-
-    async def sync(self) -> None:
-        """Wait for the medium."""
 
 
 class Disk:
@@ -93,7 +81,9 @@ class Disk:
         sum_error_count: blocks that were not what their record said.
     """
 
-    def __init__(self, ring: Ring, superblock: Superblock, path: str = "") -> None:
+    def __init__(
+        self, ring: Ring, superblock: Superblock, path: str = "", look: Callable[[], str] = str
+    ) -> None:
         self.path = path
         self.ring_name = ring.name
         self.region_bytes = superblock.region_bytes
@@ -105,6 +95,7 @@ class Disk:
         self.io_error_count = 0
         self.sum_error_count = 0
         self._ring = ring
+        self._look = look
         self._next_generation = 0
         self._superblock = superblock
         layout = Layout(superblock.capacity_bytes, self.region_bytes, self.region_count)
@@ -118,6 +109,10 @@ class Disk:
     def first_sequence(self) -> int:
         """The least sequence of this opening."""
         return self._superblock.first_sequence
+
+    def state(self) -> str:
+        """What is wrong or worth knowing, one line; empty when all is well. Cheap."""
+        return self.fault or self._look()
 
     async def start(self) -> None:
         """Begin an epoch; before anything else.
@@ -281,6 +276,7 @@ class Disk:
 
         When operations of several blocks fail, each block is tried again by itself.
         """
+        assert not (blocks.addresses % np.uint64(PAGE_ALIGN)).any()
         offsets = self._regions.offsets(blocks.regions, blocks.positions)
         rows = np.arange(len(offsets))
         for bytes_max in (OPERATION_BYTES_MAX, 1):
@@ -313,7 +309,7 @@ class Disk:
         if not results.any():
             return
         if (results == HELD).any():
-            self._fail(f"an operation has had no answer for {IO_S_MAX:g} s")
+            self._fail("an operation hangs: the disk does not answer")
         failed = [one for one in results[results > 0].tolist() if one not in GIVEN_UP]
         self.io_error_count += len(failed)
         now_s = trio.current_time()
@@ -327,10 +323,12 @@ class Disk:
     async def _sum(
         self, addresses: NDArray[np.uint64], lengths: tuple[int, ...], into: NDArray[np.uint64]
     ) -> None:
-        """Sums of blocks, in a thread."""
-        if len(into):
-            call = partial(_sums, addresses, lengths, into)
-            await trio.to_thread.run_sync(call, limiter=self._hashers)
+        """Sums of blocks, of many bytes in a thread."""
+        call = partial(sum_blocks, addresses, lengths, into)
+        if len(into) * sum(lengths) <= SUMMED_INLINE_MAX:
+            call()
+        else:
+            await in_thread(call, self._hashers)
 
     @contextmanager
     def _off_on_failure(self) -> Iterator[None]:
@@ -355,20 +353,14 @@ def _raise_if_held(right: NDArray[np.bool_], moved: NDArray[np.int64]) -> None:
         raise IoStalledError(right, held)
 
 
-def _sums(
-    addresses: NDArray[np.uint64], lengths: tuple[int, ...], into: NDArray[np.uint64]
-) -> None:
-    if len(lengths) == 1:
-        for row, address in enumerate(addresses[:, 0].tolist()):
-            into[row] = sums.of_bytes(view(address, lengths[0]))
-        return
-    for row, places in enumerate(addresses.tolist()):
-        into[row] = sums.of_parts(map(view, places, lengths))
-
-
 @asynccontextmanager
 async def open_disk(
-    path: str, capacity_bytes: int, *, ring: str = AUTO, region_bytes: int = 0
+    path: str,
+    capacity_bytes: int,
+    *,
+    ring: str = AUTO,
+    region_bytes: int = 0,
+    io_s_max: float = IO_S_MAX,
 ) -> AsyncIterator[Disk]:
     """Open or format a disk; leaving the block without `Disk.close` is like a crash.
 
@@ -377,6 +369,7 @@ async def open_disk(
         capacity_bytes: a hard limit.
         ring: what carries out operations.
         region_bytes: for tests; see `slots.layout_for`.
+        io_s_max: an operation without an answer for so long turns the disk off.
 
     Raises:
         BadRequestError: that ring does not work here.
@@ -388,11 +381,19 @@ async def open_disk(
         raise BadRequestError(f"{ring} {reason}", ring=ring)
     opened = partial(open_file, path, capacity_bytes, region_bytes=region_bytes)
     file: DiskFile = await trio.to_thread.run_sync(opened)
+    served = None
     try:
-        queue = make_queue(ring, file.fd)
-        async with open_ring(queue, file.fd) as served:
-            disk = Disk(served, file.superblock, file.path)
-            await disk.start()
-            yield disk
+        queue, failure = make_queue(ring, file.fd), None
+        async with open_ring(queue, file.fd, io_s_max=io_s_max) as served:
+            disk = Disk(served, file.superblock, file.path, file.look)
+            try:
+                await disk.start()
+            except DiskFailedError as error:
+                failure = error  # raised outside, as the ring's nursery would wrap it
+            else:
+                yield disk
+        if failure is not None:
+            raise failure
     finally:
-        file.close()
+        if served is None or not served.is_holding:  # else the number must not mean another file
+            file.close()

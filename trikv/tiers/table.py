@@ -73,9 +73,16 @@ class Table:
         return request.written
 
     async def _round(self) -> None:
-        """Write what is wanted by now."""
+        """Write what is wanted by now; whatever happens, its callers have their answer."""
         requests = list(self._queue)
         self._queue.clear()
+        try:
+            await self._write_records(requests)
+        finally:
+            for request in requests:
+                request.is_done = True
+
+    async def _write_records(self, requests: list[_Request]) -> None:
         regions = np.concatenate([request.regions for request in requests])
         positions = np.concatenate([request.positions for request in requests])
         records = np.concatenate([request.records for request in requests])
@@ -88,11 +95,9 @@ class Table:
         written = np.zeros(len(pages), np.bool_)
         for first in range(0, len(pages), ROUND_PAGES):
             written[first : first + ROUND_PAGES] = await self._write(pages[first:][:ROUND_PAGES])
-        first = 0
-        for request in requests:
-            last = first + len(request.regions)
-            request.written[:] = written[of.reshape(-1)[first:last]]
-            request.is_done, first = True, last
+        parts = np.split(written[of.reshape(-1)], np.cumsum([len(one.regions) for one in requests]))
+        for request, part in zip(requests, parts, strict=False):  # the last one is empty
+            request.written[:] = part
         self._shrink()
 
     async def _write(self, pages: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -5,18 +5,24 @@ release the GIL. A thread that hangs cannot be ended; it dies with the process.
 """
 
 import ctypes
+import errno
 import os
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 import trio
 from numpy.typing import NDArray
 
+from trikv.tiers.hostmem import NO_THREAD
+
 if TYPE_CHECKING:
     import outcome
+
+T = TypeVar("T")
 
 DEPTHS: Final = (4, 2)  # more threads made it slower where it was measured
 
@@ -52,7 +58,13 @@ class ThreadQueue:
         """Give each operation to a thread."""
         for ticket, call in self._taken:
             self._under_way += 1
-            trio.lowlevel.start_thread_soon(call, partial(self._has_ended, ticket), "trikv disk")
+            try:
+                trio.lowlevel.start_thread_soon(
+                    call, partial(self._has_ended, ticket), "trikv disk"
+                )
+            except RuntimeError:  # the machine, or a limit, refuses one more
+                self._ended.append((ticket, -errno.ENOMEM))
+                os.eventfd_write(self.event_fd, 1)
         self._taken.clear()
         return True
 
@@ -75,6 +87,16 @@ class ThreadQueue:
         """In the thread."""
         self._ended.append((ticket, result.unwrap()))
         os.eventfd_write(self.event_fd, 1)
+
+
+async def in_thread(call: Callable[[], T], limiter: trio.CapacityLimiter) -> T:
+    """What `call` returns, from a thread, or from here when none can be started."""
+    try:
+        return await trio.to_thread.run_sync(call, limiter=limiter)
+    except RuntimeError as error:
+        if str(error) != NO_THREAD:
+            raise
+    return call()
 
 
 def move(fd: int, offset: int, pieces: NDArray[np.uint64], *, is_write: bool) -> int:

@@ -66,3 +66,16 @@ class Queue(Protocol):
 
     def close(self) -> None:
         """Give back what the queue holds."""
+
+
+class Ring(Protocol):
+    """What a disk needs: `ring.Ring`, or what a test puts in its place."""
+
+    name: str
+    joins_memory: bool  # see `Queue`
+
+    async def run(self, transfers: Transfers) -> None:
+        """Carry out operations."""
+
+    async def sync(self) -> None:
+        """Wait for the medium."""

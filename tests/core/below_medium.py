@@ -1,4 +1,4 @@
-"""A disk that one can see into, for the machines of pool and disks."""
+"""What a disk of the tests holds."""
 
 from typing import Any
 
@@ -14,11 +14,3 @@ class FakeMedium:
 
     def cut(self, region: int, page_bytes: tuple[int, ...]) -> None:
         self.headers[region] = page_bytes, self.headers.get(region, ((), 0))[1] + 1
-
-
-def sum_of(tag: object) -> int:
-    return hash(tag) & (2**64 - 1)
-
-
-def origin_of(space: int) -> bytes:
-    return bytes([space]) * 32

@@ -1,0 +1,223 @@
+"""Places for a disk: ours come back, others' are left alone, and what does not work is said."""
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tiers.disks import CAPACITY, REGION_BYTES, fill, found
+from trikv.core import superblock
+from trikv.core.errors import BadRequestError
+from trikv.core.slots import layout_for
+from trikv.core.superblock import UnusableDiskError
+from trikv.tiers import diskfile
+from trikv.tiers.front import DiskFailedError
+from trikv.tiers.ssd import open_disk
+
+LAYOUT = layout_for(CAPACITY, REGION_BYTES)
+
+
+@pytest.fixture(autouse=True)
+def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diskfile, "LOCK_WAIT_S", 0.001)
+
+
+def content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+def use_up(path: Path) -> None:
+    """Write until the file system is full."""
+    with path.open("wb") as file:
+        for _ in range(1 << 20):
+            file.write(bytes(1 << 20))
+
+
+async def refusal(path: Path, capacity: int = CAPACITY) -> str:
+    before = content(path)
+    with pytest.RaisesGroup(UnusableDiskError, allow_unwrapped=True) as refused:
+        async with open_disk(str(path), capacity, region_bytes=REGION_BYTES):
+            pass
+    assert content(path) == before, "changed"
+    message = str(refused.value)
+    assert "\n" not in message
+    assert message.startswith(str(path))
+    return message
+
+
+def opened(path: Path, ring: str = "auto", **options: float):  # noqa: ANN201
+    return open_disk(str(path), CAPACITY, ring=ring, region_bytes=REGION_BYTES, **options)
+
+
+def test_two_that_begin_at_once_do_not_delete_each_others_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that made the file may not be the one that gets the lock."""
+    path = tmp_path / "disk"
+    real = diskfile._lock
+    others: list[diskfile.DiskFile] = []
+
+    def late(fd: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(diskfile, "_lock", real)
+            others.append(diskfile.open_file(str(path), CAPACITY, region_bytes=REGION_BYTES))
+        real(fd)
+
+    monkeypatch.setattr(diskfile, "_lock", late)
+    with pytest.raises(UnusableDiskError, match="in use"):
+        diskfile.open_file(str(path), CAPACITY, region_bytes=REGION_BYTES)
+    assert others[0].look() == ""
+    others[0].close()
+
+
+async def test_a_folder_is_a_place_for_our_file(tmp_path: Path) -> None:
+    async with opened(tmp_path) as disk:
+        assert disk.path == str(tmp_path / "trikv.ssd")
+    assert content(tmp_path / "trikv.ssd")
+
+
+async def test_a_disk_in_use_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "disk"
+    async with opened(path) as disk:
+        await fill(disk)
+        with pytest.RaisesGroup(UnusableDiskError, allow_unwrapped=True) as refused:
+            async with opened(path):
+                pass
+        assert str(refused.value) == f"{path}: in use by another process"
+    async with opened(path) as disk:
+        assert len(await found(disk)) == 8
+
+
+@pytest.mark.parametrize(
+    "content", [b"#!/bin/sh\n", b"LABELONE" * 2048, bytes(1024) + b"\x53\xef" + bytes(100_000)]
+)
+async def test_somebody_elses_file_is_left_alone(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "disk"
+    path.write_bytes(content)
+    assert "not ours: it is left alone" in await refusal(path)
+
+
+async def test_a_file_that_ends_in_somebodys_bytes_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "disk"
+    path.write_bytes(bytes(CAPACITY) + b"EFI PART")
+    assert "not ours" in await refusal(path)
+
+
+async def test_an_empty_file_or_zeros_are_formatted(tmp_path: Path) -> None:
+    for size in (0, 5, CAPACITY):
+        path = tmp_path / str(size)
+        path.write_bytes(bytes(size))
+        async with opened(path) as disk:
+            await fill(disk)
+
+
+async def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "disk"
+    monkeypatch.setattr(superblock, "VERSION", 7)
+    async with opened(path):
+        pass
+    monkeypatch.undo()
+    assert "has format 7 and this daemon reads format 1" in await refusal(path)
+
+
+@pytest.mark.parametrize("capacity", [CAPACITY // 2, 2 * CAPACITY])
+async def test_another_capacity_is_refused(tmp_path: Path, capacity: int) -> None:
+    path = tmp_path / "disk"
+    async with opened(path):
+        pass
+    message = await refusal(path, capacity)
+    assert f"made for {CAPACITY} bytes and {capacity} are asked for" in message
+
+
+async def test_places_that_are_none(tmp_path: Path) -> None:
+    assert "No such file" in await refusal(tmp_path / "absent" / "disk")
+    os.mkfifo(tmp_path / "pipe")
+    assert "neither a file nor a disk" in await refusal(tmp_path / "pipe")
+    assert "hold no region" in await refusal(tmp_path / "small", 1 << 20)
+    assert not (tmp_path / "small").exists()
+    with pytest.raises(BadRequestError, match="tape is not one of auto"):
+        async with opened(tmp_path / "disk", "tape"):
+            pass
+    assert not (tmp_path / "disk").exists()
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+async def test_a_path_that_may_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """As root sees no read-only files, the system call answers for one."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(diskfile.os, "open", refuse)
+        assert os.strerror(code) in await refusal(tmp_path / "disk")
+
+
+@pytest.mark.parametrize("capacity", [1 << 50, 1 << 60])
+async def test_no_room_leaves_nothing_behind(tmp_path: Path, capacity: int) -> None:
+    path = tmp_path / "disk"
+    message = await refusal(path, capacity)
+    assert "cannot be allocated" in message
+    assert not path.exists()
+    path.touch()
+    await refusal(path, capacity)
+    assert path.stat().st_blocks == 0
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 12 MiB."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    place = tmp_path / "small"
+    place.mkdir()
+    if libc.mount(b"tmpfs", str(place).encode(), b"tmpfs", 0, b"size=12m"):
+        pytest.skip(f"a file system cannot be mounted: {os.strerror(ctypes.get_errno())}")
+    yield place
+    libc.umount2(str(place).encode(), 2)
+
+
+async def test_a_full_file_system_takes_nothing_from_us(small: Path) -> None:
+    async with opened(small) as disk:
+        with pytest.raises(OSError, match="No space left"):
+            use_up(small / "other")
+        blocks = await fill(disk, 32)
+        assert await blocks.read(disk) == [True] * 32
+        await disk.close()
+    (small / "other").unlink()
+    assert "cannot be allocated" in await refusal(small / "another", 16 << 20)
+
+
+def test_a_file_without_direct_io_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def pick(path: str, flags: int, mode: int = 0o777) -> int:
+        fd = real(path, flags & ~os.O_DIRECT, mode)
+        if flags & os.O_DIRECT:
+            os.close(fd)  # as the kernel does it: the file has been made by then
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return fd
+
+    monkeypatch.setattr(diskfile.os, "open", pick)
+    file = diskfile.open_file(str(tmp_path / "disk"), CAPACITY, region_bytes=REGION_BYTES)
+    assert "no direct I/O" in file.look()
+    file.close()
+
+
+async def test_a_disk_that_cannot_be_started_gives_the_place_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    with pytest.raises(DiskFailedError, match="Input/output"):
+        async with opened(tmp_path / "disk"):
+            pass
+    monkeypatch.undo()
+    async with opened(tmp_path / "disk") as disk:
+        assert await found(disk) == {}
