@@ -5,9 +5,10 @@
 Starts `trikv-daemon` with a small pool on a private socket, then five times a real vLLM engine on
 the CPU: without TriKV (the reference), with an empty cache, as a new process that finds the cache,
 and two at once on one pool. Then with a pool that can promise one prompt, and an SSD: three long
-prompts are saved, engine and daemon end, and new ones find all three. The model is made here with
-random weights, so its words mean nothing; what counts is that they are the same words. Ends with 1
-if an output differs from the reference or if nothing was loaded.
+prompts are saved, engine and daemon end, and new ones find all three. Last, a daemon with a pool
+that outlives it is killed under a running engine, which finds its prompts in the next daemon. The
+model is made here with random weights, so its words mean nothing; what counts is that they are the
+same words. Ends with 1 if an output differs from the reference or if nothing was loaded.
 """
 
 import argparse
@@ -43,6 +44,7 @@ QUESTIONS = {  # request: document and question; the last one shares all but its
 SAME = ("lighthouse", "bakery", "river")
 VARIED = ("lighthouse", "bakery", "river, new question", "river")
 SWAPPED = ("river", "lighthouse", "bakery")
+SHARED = Path("/dev/shm")  # in memory, on every Linux
 DAEMON_S_MAX = 30.0
 ENGINE_S_MAX = 400.0
 BEGUN_S = time.monotonic()
@@ -91,6 +93,16 @@ def tail(log: Path, lines: int = 15) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
+def wait_ready(child: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until a daemon serves."""
+    deadline_s = time.monotonic() + DAEMON_S_MAX
+    while "daemon.ready" not in log.read_text(errors="replace"):
+        if child.poll() is not None or time.monotonic() > deadline_s:
+            message = f"the daemon did not become ready:\n{tail(log)}"
+            raise DemoError(message)
+        time.sleep(0.05)
+
+
 @contextlib.contextmanager
 def daemon(folder: Path, pool: str, *more: str, name: str = "daemon") -> Iterator[str]:
     """Run a daemon and yield its socket; a clean end must come soon after SIGTERM."""
@@ -98,12 +110,7 @@ def daemon(folder: Path, pool: str, *more: str, name: str = "daemon") -> Iterato
     arguments = ["-m", "trikv.nursery.serve", "--addr", f"unix:{socket}", "--pool-size", pool]
     arguments += more
     with process(arguments, log) as child:
-        deadline_s = time.monotonic() + DAEMON_S_MAX
-        while "daemon.ready" not in log.read_text(errors="replace"):
-            if child.poll() is not None or time.monotonic() > deadline_s:
-                message = f"the daemon did not become ready:\n{tail(log)}"
-                raise DemoError(message)
-            time.sleep(0.05)
+        wait_ready(child, log)
         yield str(socket)
         child.send_signal(signal.SIGTERM)
         if child.wait(DAEMON_S_MAX) != 0:
@@ -200,6 +207,38 @@ def run_below(folder: Path) -> tuple[dict[str, list[Request]], dict[str, int]]:
     return results, tiers
 
 
+def run_through(folder: Path, pool: str) -> tuple[list[Request], float]:
+    """Kill the daemon under an engine and start another one; returns seconds until a hit began."""
+    kept = SHARED / f"trikv-demo-{os.getpid()}"
+    outage, log = folder / "outage", folder / "daemon killed.log"
+    outage.mkdir()
+    socket = folder / "trikv.sock"
+    arguments = ["-m", "trikv.nursery.serve", "--addr", f"unix:{socket}", "--pool-size", pool]
+    arguments += ["--persist", str(kept)]
+    name = "survivor"
+    try:
+        with process(arguments, log) as first:
+            wait_ready(first, log)
+            say(f"engine '{name}': its daemon is killed, and its pool found again (20-60 s)")
+            more = ("--outage", str(outage))
+            with engine(folder, name, SAME, *more, socket=str(socket)) as child:
+                deadline_s = time.monotonic() + ENGINE_S_MAX
+                while not (outage / "before").exists():
+                    if child.poll() is not None or time.monotonic() > deadline_s:
+                        finish(folder, name, child)
+                    time.sleep(0.01)
+                killed_s = time.monotonic()
+                first.kill()
+                first.wait()
+                with daemon(folder, pool, "--persist", str(kept), name="daemon after"):
+                    (outage / "after").touch()
+                    requests = finish(folder, name, child)
+        found_s = json.loads((folder / f"{name}.json").read_text())["found_s"]
+        return requests, found_s - killed_s
+    finally:
+        shutil.rmtree(kept, ignore_errors=True)
+
+
 def read_tiers(socket: str) -> dict[str, int]:
     """Blocks that engines were promised of late, by where they were found."""
     everyone = [one for one in read_status(socket)["windows"] if not one["namespace"]]
@@ -264,7 +303,7 @@ def report(results: dict[str, list[Request]]) -> list[str]:
                 f"{request['ttft_ms']:9.0f}  {'-' if name == 'reference' else same:>6}"
             )
         loaded = sum(request["external_tokens"] for request in requests)
-        if name in ("second", "left", "right", "from SSD") and loaded == 0:
+        if name in ("second", "left", "right", "from SSD", "survivor") and loaded == 0:
             wrong.append(f"engine '{name}' loaded nothing from TriKV")
     print("-" * 79)
     cold, warm = results["reference"], results["second"]
@@ -285,8 +324,12 @@ def demo(folder: Path, pool: str) -> list[str]:
         results = run_all(folder, socket)
         counters = read_status(socket)["counters"]
     below, tiers = run_below(folder)
-    wrong = report({**results, **below}) + compare(results, counters)
-    return wrong + judge(below["from SSD"], tiers)
+    survivor, outage_s = run_through(folder, pool)
+    wrong = report({**results, **below, "survivor": survivor}) + compare(results, counters)
+    wrong += judge(below["from SSD"], tiers)
+    print("Its daemon was killed (SIGKILL): the running engine began a request that the next")
+    print(f"daemon answered from the kept pool {outage_s:.1f} s later.")
+    return wrong
 
 
 def main() -> int:

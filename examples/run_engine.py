@@ -50,6 +50,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=1, help="run the list so many times")
     parser.add_argument("--meet", type=Path, help="folder: start when --peers engines are there")
     parser.add_argument("--peers", type=int, default=2)
+    parser.add_argument(
+        "--outage",
+        type=Path,
+        help="folder: after the first run write `before`, wait for `after`, forget the own cache "
+        "and run again, as soon as a prompt is found outside",
+    )
     return parser.parse_args()
 
 
@@ -148,6 +154,25 @@ def meet(folder: Path, peers: int) -> None:
         time.sleep(0.01)
 
 
+def run_after_outage(
+    engine: Any, prompts: list[dict[str, str]], options: argparse.Namespace
+) -> tuple[list[dict[str, Any]], float]:
+    """Run again once somebody else's cache is back; returns also when that was seen, monotonic."""
+    folder, deadline_s = options.outage, time.monotonic() + PEERS_S_MAX
+    (folder / "before").touch()
+    while not (folder / "after").exists():
+        if time.monotonic() > deadline_s:
+            message = f"nobody went on within {PEERS_S_MAX:.0f} s"
+            raise TimeoutError(message)
+        time.sleep(0.01)
+    while True:
+        engine.reset_prefix_cache()
+        begun_s = time.monotonic()
+        first = run(engine, prompts[:1], options)
+        if first[0]["external_tokens"] or time.monotonic() > deadline_s:
+            return first + run(engine, prompts[1:], options), begun_s
+
+
 def main() -> None:
     """Start, run, write."""
     options = parse()
@@ -161,7 +186,11 @@ def main() -> None:
     if options.meet is not None:
         meet(options.meet, options.peers)
     requests = [record for _ in range(options.repeat) for record in run(engine, prompts, options)]
+    found_s = 0.0
+    if options.outage is not None:
+        requests, found_s = run_after_outage(engine, prompts, options)
     result = {
+        "found_s": found_s,
         "start_s": round(started_s - begun_s, 1),
         "run_s": round(time.monotonic() - started_s, 2),
         "requests": requests,

@@ -14,7 +14,7 @@ from trikv.cli import main as command
 from trikv.cli.made import KINDS, make_trace
 from trikv.cli.rerun import Case, Service, run
 from trikv.cli.traces import Trace, TraceError, ceiling, from_lists, interleave, read_trace
-from trikv.core import lower, room
+from trikv.core import room
 from trikv.core.policies import MAKERS
 
 
@@ -144,7 +144,6 @@ def test_pool_and_disk_find_what_a_pool_of_the_disks_size_finds(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "EVICT_BATCH", 1)
-    monkeypatch.setattr(lower, "EVICT_BATCH", 1)
     trace = small_trace(seed)
     blocks, ssd_blocks = max(40, trace.distinct // 10), trace.distinct // 3
     case = Case(blocks, "leaf-first-lru", ssd_blocks=ssd_blocks, write_through=True)
