@@ -149,6 +149,7 @@ def test_a_disk_that_is_off_has_nothing_and_takes_nothing() -> None:
     assert there(lower, origin, [1]) == []
     assert len(plan(lower, origin, [2]).entries) == 0
     lower.complete_read(entries, np.zeros(1, np.bool_))
+    assert lower.wrong_blocks_total == 0
     lower.blocks.check()
 
 

@@ -168,8 +168,11 @@ class Lower:
         return self._places(self.blocks.slot[entries])
 
     def complete_read(self, entries: Entries, is_right: Bools) -> None:
-        """Nothing reads these slots any more; blocks whose bytes were wrong are forgotten."""
-        wrong = entries[~is_right]
+        """Nothing reads these slots any more; blocks whose bytes were wrong are forgotten.
+
+        Of a disk that is off nothing is known: its blocks may be right after the next start.
+        """
+        wrong = entries[~is_right] if not self.fault else entries[:0]
         self.wrong_blocks_total += len(wrong)
         self._drop(wrong[self.blocks.state[wrong] == SEALED])
         self._unpin(entries)
