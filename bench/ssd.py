@@ -10,6 +10,7 @@ no baseline, and that is said.
 
 import argparse
 import json
+import mmap
 import os
 import shutil
 import subprocess
@@ -29,11 +30,12 @@ from bench.lines import Line, print_json, print_table
 from trikv.tiers.ring import open_ring
 from trikv.tiers.rings import BACK_ENDS, make_queue, why_not
 from trikv.tiers.runs import Memory
-from trikv.tiers.transfers import Transfers
+from trikv.tiers.transfers import Queue, Transfers
 from trikv.tiers.uring import DEPTHS
 
 FILE_BYTES = 2 * GIB
 GAP_S = 20e-6
+MADV_NOHUGEPAGE = 15
 
 
 # -- fio
@@ -134,37 +136,47 @@ class Onlooker(threading.Thread):
 
 def submits(fd: int, kinds: list[str]) -> Iterator[Line]:
     """How long giving 8 MiB of reads to the kernel takes, and keeps other threads from running."""
-    memory = Memory(8 * MIB)
     before = sys.getswitchinterval()
     sys.setswitchinterval(GAP_S)
-    for who in kinds:
-        if who == "threads":
-            continue  # each gives to a thread, which lets go of the GIL
-        queue, spans = BACK_ENDS[who](fd), []
-        onlooker = Onlooker()
-        onlooker.start()
-        for turn in range(200):
-            for index in range(8):
-                pieces = np.array([[memory.address + index * MIB, MIB]], np.uint64)
-                queue.push(8 * turn + index + 1, (turn % 100) * 8 * MIB, pieces, is_write=False)
-            begin_s = time.perf_counter()
-            queue.submit()
-            spans.append((begin_s, time.perf_counter()))
-            left = 8
-            while left:
-                left -= len(queue.reap())
-        onlooker.is_over = True
-        onlooker.join()
-        queue.close()
-        held = [
-            max((min(end, b) - max(begin, a) for a, b in onlooker.gaps), default=0.0)
-            for begin, end in spans
-        ]
-        case = f"8 reads of 1 MiB, {who}"
-        took = [end - begin for begin, end in spans]
-        yield Line(case, "submit, median", float(np.median(took)) * 1e6, "us")
-        yield Line(case, "GIL held in it, median", float(np.median(held)) * 1e6, "us")
+    for pages, advice in (("huge pages", mmap.MADV_HUGEPAGE), ("4 KiB pages", MADV_NOHUGEPAGE)):
+        memory = mmap.mmap(-1, 8 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(advice)
+        bytes_ = np.frombuffer(memory, np.uint8)
+        bytes_[:] = 1
+        for who in kinds:
+            if who == "threads":
+                continue  # gives to other threads, which let go of the GIL
+            spans, gaps = submitted(BACK_ENDS[who](fd), bytes_.ctypes.data)
+            held = [
+                max((min(end, last) - max(begin, first) for first, last in gaps), default=0.0)
+                for begin, end in spans
+            ]
+            case, took = f"8 MiB, {pages}, {who}", [end - begin for begin, end in spans]
+            yield Line(case, "submit, median", float(np.median(took)) * 1e6, "us")
+            yield Line(case, "others wait, median", float(np.median(held)) * 1e6, "us")
     sys.setswitchinterval(before)
+
+
+def submitted(
+    queue: Queue, address: int
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """When submits began and ended, and when another thread could not run."""
+    spans, onlooker = [], Onlooker()
+    onlooker.start()
+    for turn in range(200):
+        for index in range(8):
+            pieces = np.array([[address + index * MIB, MIB]], np.uint64)
+            queue.push(8 * turn + index + 1, (turn % 100) * 8 * MIB, pieces, is_write=False)
+        begin_s = time.perf_counter()
+        queue.submit()
+        spans.append((begin_s, time.perf_counter()))
+        left = 8
+        while left:
+            left -= len(queue.reap())
+    onlooker.is_over = True
+    onlooker.join()
+    queue.close()
+    return spans, onlooker.gaps
 
 
 def measure(options: argparse.Namespace, folder: Path) -> Iterator[Line]:

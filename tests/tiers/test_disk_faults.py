@@ -202,14 +202,16 @@ async def test_images_of_records_are_bounded_and_read_again(
     disk = await start(ring)
     assert await found(disk) == {}
     wanted: set[int] = set()
-    for region in range(3):
+    for region in (0, 0, 1, 2, 2):
         assert await disk.cut(region, PAGE)
     for turn in range(4):
         for region in range(3):
             blocks = batch(disk, 5, region=region, first=5 * turn, seed=10 * turn + region)
             assert (await disk.write(blocks.writes)).all()
             wanted |= set(blocks.writes.words[:, 0].tolist())
-            assert len(disk._table._images) <= 1
+            table = disk._table
+            assert len(table._images) <= 1
+            assert table._image_bytes == sum(map(len, table._images.values()))
     assert set(await found(await start(ring))) == wanted
 
 

@@ -11,13 +11,10 @@ import pytest
 from tests.tiers.disks import CAPACITY, REGION_BYTES, fill, found
 from trikv.core import superblock
 from trikv.core.errors import BadRequestError
-from trikv.core.slots import layout_for
 from trikv.core.superblock import UnusableDiskError
 from trikv.tiers import diskfile
 from trikv.tiers.front import DiskFailedError
 from trikv.tiers.ssd import open_disk
-
-LAYOUT = layout_for(CAPACITY, REGION_BYTES)
 
 
 @pytest.fixture(autouse=True)

@@ -105,6 +105,30 @@ async def test_many_callers_at_once(kind: str, fd: int, memory: Memory) -> None:
     assert np.array_equal(memory.bytes[16 * MIB : 20 * MIB], wanted)
 
 
+async def test_more_operations_than_a_queue_has_room_for(
+    kind: str, fd: int, memory: Memory
+) -> None:
+    wanted = fill(memory, 4 * MIB)
+    write = transfers(1024, is_write=True, address=memory.address)
+    read = transfers(1024, address=memory.address + 16 * MIB)
+    queue = rings.make_queue(kind, fd)
+    reap, tickets = queue.reap, list[int]()
+
+    def look() -> list[tuple[int, int]]:
+        ended = reap()
+        tickets.extend(ticket for ticket, _ in ended)
+        return ended
+
+    queue.reap = look  # type: ignore[method-assign]
+    async with open_ring(queue, fd) as ring:
+        await ring.run(write)
+        await ring.run(read)
+    assert not write.results.any()
+    assert not read.results.any()
+    assert np.array_equal(memory.bytes[16 * MIB : 20 * MIB], wanted)
+    assert len(tickets) == len(set(tickets)) == 2048
+
+
 async def test_errors_are_the_operations_own(kind: str, memory: Memory) -> None:
     file = os.open(os.devnull, os.O_RDONLY)
     write = transfers(3, is_write=True, address=memory.address)

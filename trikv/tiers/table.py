@@ -52,7 +52,6 @@ class Table:
 
     def cut(self, region: int) -> None:
         """The region has been cut anew: it has no records."""
-        self._drop(region)
         pages = int(self._regions.record_pages(np.array([region])).item())
         self._keep(region, np.zeros(pages * PAGE_ALIGN, np.uint8))
 
@@ -138,6 +137,7 @@ class Table:
         return image
 
     def _keep(self, region: int, image: NDArray[np.uint8]) -> None:
+        self._drop(region)
         self._images[region] = image
         self._image_bytes += len(image)
 
