@@ -145,8 +145,11 @@ class Lower:
         return len(entries)
 
     def floor(self, origin: bytes) -> int:
-        """Records of an origin with a lower sequence are dead."""
-        return self._floors.get(self._origins.get(origin, SpaceId(-1)), 0)
+        """Records of a dropped origin with a lower sequence are dead.
+
+        Of one that has no place here too: its records may be found again after another start.
+        """
+        return self._floors.get(self._origins.get(origin, SpaceId(-1)), self.next_sequence)
 
     def withhold(self, fault: str) -> None:
         """The disk is not used any more: nothing is found, nothing is written."""
