@@ -278,11 +278,10 @@ class Lower:
         self._cut_for[cut] = shape
         rows = np.flatnonzero(np.isin(found.regions, cut))
         assert len(rows) == 0 or found.sequences[rows].max() < self.next_sequence
-        origins, which = np.unique(found.origins[rows], axis=0, return_inverse=True)
         count = 0
-        for at, raw in enumerate(origins):
-            origin = self.open_origin(raw.tobytes(), page_bytes)
-            mine = rows[which.reshape(-1) == at]
+        for raw, at in _by_origin(found.origins[rows]):
+            origin = self.open_origin(raw, page_bytes)
+            mine = rows[at]
             if origin is not None:
                 mine = mine[found.sequences[mine] >= self._floors.get(origin, 0)]
                 count += self._adopt(origin, shape, found, mine)
@@ -351,6 +350,17 @@ class Lower:
             origin = SpaceId(self.blocks.space.item(entries.item(0)))
             self._room.orders[self._shapes[origin]].forget(entries)
             self._room.free(self.blocks.drop(entries))
+
+
+def _by_origin(origins: NDArray[np.uint8]) -> Iterator[tuple[bytes, Int64s]]:
+    """The origins of a batch, mostly one or a few, and which rows are of each."""
+    columns = np.ascontiguousarray(origins).view(np.uint64).reshape(-1, ORIGIN_BYTES // 8)
+    rest = np.arange(len(columns))
+    while len(rest):
+        first = columns[rest[0]]
+        is_same = np.logical_and.reduce([columns[rest, at] == one for at, one in enumerate(first)])
+        yield first.tobytes(), rest[is_same]
+        rest = rest[~is_same]
 
 
 def _newest(words: Words, sequences: Int64s, rows: Int64s) -> Int64s:
