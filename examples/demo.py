@@ -245,9 +245,7 @@ def judge(requests: list[Request], tiers: dict[str, int]) -> list[str]:
         and one["name"] in SAME
     ]
     if not missing and tiers["ssd"]:
-        print(
-            "The pool held one prompt; all three came back whole, from SSD, after both had ended."
-        )
+        print("A pool that can promise one prompt at a time: all three came back whole, from SSD.")
     return missing if tiers["ssd"] else [*missing, "nothing came from SSD"]
 
 
