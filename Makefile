@@ -63,7 +63,7 @@ contract: venv ## the connector on the real schedulers of the oldest and newest 
 e2e: $(READY) ## tests with a real engine (20-40 s a start)
 	@$(PY) -m pytest tests/e2e
 
-demo: $(READY) ## see a second engine find what the first one computed (3-7 minutes)
+demo: $(READY) ## see a second engine find what the first one computed (4-9 minutes)
 	@$(PY) examples/demo.py
 
 bench: $(READY) ## every benchmark, as JSON lines

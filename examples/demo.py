@@ -189,21 +189,25 @@ def run_all(folder: Path, socket: str) -> dict[str, list[Request]]:
     return results
 
 
-def run_below(folder: Path) -> tuple[dict[str, list[Request]], dict[str, int]]:
-    """Save three prompts, end everything, and look for them; also blocks found by tier."""
+Tiers = dict[str, dict[str, int]]
+
+
+def run_below(folder: Path) -> tuple[dict[str, list[Request]], Tiers]:
+    """Save three prompts, end everything, and look for them; also blocks found, by tier."""
     tokens = max(len(one["text"]) for one in prompts(SAME))  # a character is a token
     mib = -(-tokens // (BLOCK * BLOCKS_A_MIB))
     pool, disk = f"{2 * mib + 6}mb", folder / "ssd"
     ssd = ("--ssd-cache-path", str(disk), "--ssd-cache-capacity", f"{4 * mib + 64}mb")
     say(f"a pool of {pool}, half of which may be promised: one prompt; and an SSD")
-    results = {}
+    results, tiers = {}, {}
     for name, names in (("to SSD", SAME), ("from SSD", VARIED)):
         say(f"daemon and engine '{name}' (20-60 s)")
         with daemon(folder, pool, *ssd, name=f"daemon {name}") as socket:
             before = read_tiers(socket)
             with engine(folder, name, names, socket=socket) as child:
                 results[name] = finish(folder, name, child)
-            tiers = {tier: count - before[tier] for tier, count in read_tiers(socket).items()}
+            after = read_tiers(socket)
+            tiers[name] = {tier: count - before[tier] for tier, count in after.items()}
     return results, tiers
 
 
@@ -272,19 +276,19 @@ def compare(results: dict[str, list[Request]], counters: dict[str, int]) -> list
 
 
 def judge(requests: list[Request], tiers: dict[str, int]) -> list[str]:
-    """Print where the last engine's prompts came from; return which of the three are not whole."""
-    parts = [f"{count * BLOCK} tokens from {tier}" for tier, count in tiers.items()]
-    print(f"After engine and daemon had ended, the pool being too small: {', '.join(parts)}.")
+    """Say how engine and daemon came back; return which of the three prompts are not whole."""
     missing = [
         f"'{one['name']}' did not come back whole"
         for one in requests
         if one["cached_tokens"] < (one["prompt_tokens"] - 1) // BLOCK * BLOCK
         and one["name"] in SAME
     ]
+    if not missing and tiers["ssd"]:
+        print("A pool that can promise one prompt at a time: all three came back whole, from SSD.")
     return missing if tiers["ssd"] else [*missing, "nothing came from SSD"]
 
 
-def report(results: dict[str, list[Request]]) -> list[str]:
+def report(results: dict[str, list[Request]], tiers: Tiers) -> list[str]:
     """Print the table; return what is wrong, nothing if all is well."""
     expected = {request["name"]: request["output"] for request in results["reference"]}
     wrong = []
@@ -302,6 +306,9 @@ def report(results: dict[str, list[Request]]) -> list[str]:
                 f"{request['local_tokens']:5} {request['external_tokens']:6} "
                 f"{request['ttft_ms']:9.0f}  {'-' if name == 'reference' else same:>6}"
             )
+        if name in tiers:
+            parts = [f"{count * BLOCK} from {tier}" for tier, count in tiers[name].items()]
+            print(f"{'':10} of TriKV's tokens: {', '.join(parts)}")
         loaded = sum(request["external_tokens"] for request in requests)
         if name in ("second", "left", "right", "from SSD", "survivor") and loaded == 0:
             wrong.append(f"engine '{name}' loaded nothing from TriKV")
@@ -325,8 +332,8 @@ def demo(folder: Path, pool: str) -> list[str]:
         counters = read_status(socket)["counters"]
     below, tiers = run_below(folder)
     survivor, outage_s = run_through(folder, pool)
-    wrong = report({**results, **below, "survivor": survivor}) + compare(results, counters)
-    wrong += judge(below["from SSD"], tiers)
+    wrong = report({**results, **below, "survivor": survivor}, tiers) + compare(results, counters)
+    wrong += judge(below["from SSD"], tiers["from SSD"])
     print("Its daemon was killed (SIGKILL): the running engine began a request that the next")
     print(f"daemon answered from the kept pool {outage_s:.1f} s later.")
     return wrong

@@ -149,6 +149,7 @@ def test_a_disk_that_is_off_has_nothing_and_takes_nothing() -> None:
     assert there(lower, origin, [1]) == []
     assert len(plan(lower, origin, [2]).entries) == 0
     lower.complete_read(entries, np.zeros(1, np.bool_))
+    assert lower.wrong_blocks_total == 0
     lower.blocks.check()
 
 
@@ -158,7 +159,7 @@ def test_a_dropped_origin_is_gone_and_its_floor_is_above_all_that_was_given_out(
     made = plan(lower, origin, [2])
     assert lower.drop_origin(origin) == 2
     assert lower.floor(ORIGIN) == made.sequence + 1
-    assert lower.floor(b"unknown") == 0
+    assert lower.floor(b"unknown") == lower.next_sequence
     kept = lower.complete_write(made, np.ones(1, np.bool_), np.zeros(1, np.uint64), kin=NONE)
     assert not kept.any()
     assert there(lower, origin, [1, 2]) == []

@@ -9,7 +9,7 @@ import trio
 from tests.tiers.media import SHAPES, PowerCutError, World
 from trikv.tiers.ssd import Disk
 
-SEEDS = int(os.environ.get("TRIKV_SEEDS", "150"))
+SEEDS = int(os.environ.get("TRIKV_SEEDS", "100"))
 AT_ONCE = 50
 
 

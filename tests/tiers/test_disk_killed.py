@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import Start
 from tests.tiers.test_rings import why_not
 
-KILLS = int(os.environ.get("TRIKV_KILLS", "40"))  # of each ring
+KILLS = int(os.environ.get("TRIKV_KILLS", "25"))  # of each ring
 PATIENCE_S = 300.0
 
 

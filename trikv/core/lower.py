@@ -145,8 +145,11 @@ class Lower:
         return len(entries)
 
     def floor(self, origin: bytes) -> int:
-        """Records of an origin with a lower sequence are dead."""
-        return self._floors.get(self._origins.get(origin, SpaceId(-1)), 0)
+        """Records of a dropped origin with a lower sequence are dead.
+
+        Of one that has no place here too: its records may be found again after another start.
+        """
+        return self._floors.get(self._origins.get(origin, SpaceId(-1)), self.next_sequence)
 
     def withhold(self, fault: str) -> None:
         """The disk is not used any more: nothing is found, nothing is written."""
@@ -168,8 +171,11 @@ class Lower:
         return self._places(self.blocks.slot[entries])
 
     def complete_read(self, entries: Entries, is_right: Bools) -> None:
-        """Nothing reads these slots any more; blocks whose bytes were wrong are forgotten."""
-        wrong = entries[~is_right]
+        """Nothing reads these slots any more; blocks whose bytes were wrong are forgotten.
+
+        Of a disk that is off nothing is known: its blocks may be right after the next start.
+        """
+        wrong = entries[~is_right] if not self.fault else entries[:0]
         self.wrong_blocks_total += len(wrong)
         self._drop(wrong[self.blocks.state[wrong] == SEALED])
         self._unpin(entries)
@@ -272,11 +278,10 @@ class Lower:
         self._cut_for[cut] = shape
         rows = np.flatnonzero(np.isin(found.regions, cut))
         assert len(rows) == 0 or found.sequences[rows].max() < self.next_sequence
-        origins, which = np.unique(found.origins[rows], axis=0, return_inverse=True)
         count = 0
-        for at, raw in enumerate(origins):
-            origin = self.open_origin(raw.tobytes(), page_bytes)
-            mine = rows[which.reshape(-1) == at]
+        for raw, at in _by_origin(found.origins[rows]):
+            origin = self.open_origin(raw, page_bytes)
+            mine = rows[at]
             if origin is not None:
                 mine = mine[found.sequences[mine] >= self._floors.get(origin, 0)]
                 count += self._adopt(origin, shape, found, mine)
@@ -345,6 +350,17 @@ class Lower:
             origin = SpaceId(self.blocks.space.item(entries.item(0)))
             self._room.orders[self._shapes[origin]].forget(entries)
             self._room.free(self.blocks.drop(entries))
+
+
+def _by_origin(origins: NDArray[np.uint8]) -> Iterator[tuple[bytes, Int64s]]:
+    """The origins of a batch, mostly one or a few, and which rows are of each."""
+    columns = np.ascontiguousarray(origins).view(np.uint64).reshape(-1, ORIGIN_BYTES // 8)
+    rest = np.arange(len(columns))
+    while len(rest):
+        first = columns[rest[0]]
+        is_same = np.logical_and.reduce([columns[rest, at] == one for at, one in enumerate(first)])
+        yield first.tobytes(), rest[is_same]
+        rest = rest[~is_same]
 
 
 def _newest(words: Words, sequences: Int64s, rows: Int64s) -> Int64s:

@@ -27,6 +27,7 @@ from trikv.core.pages import PAGE_ALIGN
 MARK: Final = b"TriKV disk\r\n\x1a\n\0\0"
 VERSION: Final = 1
 COPIES: Final = 2
+DELETE: Final = "delete it (a device: blkdiscard --zeroout)"
 VOIDS_MAX: Final = 96
 ORIGIN_BYTES: Final = 32
 EPOCH_SHIFT: Final = 40  # a trillion records an epoch
@@ -157,10 +158,10 @@ def read(front: bytes) -> Superblock | None:
         if version != VERSION:
             raise UnusableDiskError(
                 f"has format {version} and this daemon reads format {VERSION}: "
-                "start the daemon that made it, or delete it"
+                f"start the daemon that made it, or {DELETE}"
             )
     if not whole:
-        raise UnusableDiskError("both copies of its superblock are damaged: delete it")
+        raise UnusableDiskError(f"both copies of its superblock are damaged: {DELETE}")
     return max(map(_unpack, whole), key=lambda one: one.revision)
 
 

@@ -25,7 +25,7 @@ from typing import Final
 from trikv.core.errors import BadRequestError
 from trikv.core.pages import PAGE_ALIGN
 from trikv.core.slots import Layout, layout_for
-from trikv.core.superblock import COPIES, Superblock, UnusableDiskError, read
+from trikv.core.superblock import COPIES, DELETE, Superblock, UnusableDiskError, read
 
 FILE_NAME: Final = "trikv.ssd"
 ZEROS_FIRST: Final = 4 << 20  # file systems and tables of partitions begin within
@@ -141,7 +141,7 @@ def _prepare(fd: int, capacity_bytes: int, region_bytes: int) -> Superblock:
     elif found.capacity_bytes != capacity_bytes:
         raise UnusableDiskError(
             f"was made for {found.capacity_bytes} bytes and {capacity_bytes} are asked for: "
-            "ask for the same, or delete it"
+            f"ask for the same, or {DELETE}"
         )
     else:
         layout = Layout(capacity_bytes, found.region_bytes, found.region_count)

@@ -40,6 +40,7 @@ _NO_TICKET: Final = 0
 
 _SYSCALL: Final = ctypes.CDLL(None, use_errno=True).syscall
 _SYSCALL.restype = ctypes.c_long
+_SYSCALL.argtypes = (ctypes.c_long, *6 * (ctypes.c_void_p,))  # each a whole register, ints too
 
 
 class UringQueue:
@@ -173,7 +174,7 @@ def _set_up(entries: int, choices: tuple[int, ...]) -> "tuple[int, ctypes.Array[
 
 
 def _call(number: int, *arguments: object) -> int:
-    got = int(_SYSCALL(number, *arguments))
+    got = int(_SYSCALL(number, *(*arguments, 0, 0, 0, 0)[:6]))
     if got < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
