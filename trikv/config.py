@@ -189,7 +189,12 @@ OPTIONS: Final = (
         30.0,
         "time in which all ranks must have saved a block",
     ),
-    Option("drain-seconds", number(float, 0, 600), 5.0, "time that calls in flight get at SIGTERM"),
+    Option(
+        "drain-seconds",
+        number(float, 0, 600),
+        5.0,
+        "time at SIGTERM for calls in flight, and for writing what no disk holds yet",
+    ),
     Option(
         "freeze-seconds",
         number(float, 0, 3600),

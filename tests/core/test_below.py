@@ -2,11 +2,13 @@
 
 import random
 
+import numpy as np
 import pytest
 from below_world import BelowMachine, StrictMachine
 from cache_world import LEASE_S, PAGE, Who, words
 from hypothesis import settings
 
+from trikv.core.blocks import ABSENT, DOOMED
 from trikv.core.words import InstanceName, RequestId, SpaceId
 
 BelowMachine.TestCase.settings = settings(stateful_step_count=60, deadline=None)
@@ -92,3 +94,50 @@ def test_what_stands_behind_a_gap_does_not_count_as_used() -> None:
     assert (lower.find(SpaceId(0), words([8])) < 0).all()
     root, parent, child = lower.recency[lower.find(SpaceId(0), words([1, 2, 4]))].tolist()
     assert root > parent == child
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_what_a_hung_disk_holds_is_never_used_again(is_reset: bool) -> None:  # noqa: FBT001
+    machine = BelowMachine()
+    machine.begin(1, through=False, seed=0)
+    machine.save((InstanceName("one"), RequestId("r")), 0, 4, 0)
+    machine.spill(is_full=True, most=100 * PAGE)
+    (part,) = machine.writes
+    if is_reset:
+        machine.cache.drop_space(machine.number[1])
+        machine.below.drop_space(machine.number[1])
+    held = np.array([True, False, True])
+    machine.below.quarantine_spill(part, np.zeros(3, np.uint64), held)
+    assert machine.below.quarantined_bytes == 2 * PAGE
+    if not is_reset:
+        machine.cache.drop_space(machine.number[1])
+    cache = machine.cache
+    assert cache.pages.used_bytes == 2 * PAGE
+    assert cache.blocks.state[part.entries].tolist() == [DOOMED, ABSENT, DOOMED]
+    assert machine.lowers[0].pages.used_bytes == 0
+    cache.blocks.check()
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_what_a_hung_read_may_fill_is_never_used_again(is_reset: bool) -> None:  # noqa: FBT001
+    machine = BelowMachine()
+    machine.begin(1, through=False, seed=0)
+    one = InstanceName("one"), RequestId("r")
+    machine.save(one, 0, 4, 0)
+    machine.work_goes_well(0, 3)
+    machine.start()  # a new daemon
+    machine.ask(one, 0, 4)
+    (part,) = machine.reads
+    if is_reset:
+        machine.cache.drop_space(machine.number[1])
+    held, arrived = np.array([False, True, False]), np.array([True, False, False])
+    machine.below.quarantine_read(part, arrived, held)
+    cache = machine.cache
+    assert machine.below.quarantined_bytes == PAGE
+    assert not cache.transfers
+    assert cache.landings.bytes == cache.filling_bytes == 0
+    assert (machine.in_pool(1, [1, 2, 4]) >= 0).tolist() == [not is_reset, False, False]
+    if not is_reset:
+        cache.drop_space(machine.number[1])
+    assert cache.pages.used_bytes == PAGE
+    cache.blocks.check()

@@ -1,15 +1,26 @@
 """Blocks that outlive the pool and the daemon, on real files."""
 
 import asyncio
+import contextlib
+import os
+import random
 import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import capnp
 import pytest
 
 from tests.conftest import Start
-from tests.integration.daemons import attached, daemon_command, status, wire_code, wire_ok
+from tests.integration.daemons import (
+    RunningDaemon,
+    attached,
+    daemon_command,
+    status,
+    wire_code,
+    wire_ok,
+)
 from tests.integration.disks import (
     BLOCKS,
     PAGE,
@@ -95,6 +106,32 @@ def test_a_clean_end_writes_what_was_saved(start: Start, tmp_path: Path) -> None
     assert daemon.end() == 0
     daemon = with_disk(start, tmp_path, "--pool-size", "64mb")
     asyncio.run(second())
+
+
+def test_killed_in_the_midst_of_writes_nothing_wrong_comes_back(
+    start: Start, tmp_path: Path
+) -> None:
+    seed = int.from_bytes(os.urandom(4), "little")
+    rng = random.Random(seed)
+    print("seed", seed)  # noqa: T201  # told when it fails
+
+    async def run(daemon: RunningDaemon) -> int:
+        async with attached(daemon.address, **engine_options()) as engine:
+            found = sum([await load(engine, name) for name in range(6)])  # compares every byte
+            with contextlib.suppress(Exception):  # it is killed in the midst of this
+                asyncio.get_running_loop().call_later(rng.random() / 2, daemon.process.kill)
+                while True:
+                    await save(engine, rng.randrange(6))
+        return found
+
+    found = []
+    for _ in range(4):
+        daemon = with_disk(start, tmp_path, THROUGH, capacity="24mb")
+        with contextlib.suppress(capnp.KjException):
+            found.append(asyncio.run(run(daemon)))
+        daemon.process.wait(20)
+    assert len(found) == 4
+    assert sum(found) > 0
 
 
 def test_several_ranks_come_back(start: Start, tmp_path: Path) -> None:

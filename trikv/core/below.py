@@ -290,22 +290,27 @@ class Below:
 
     def end_spill(self, part: SpillPart, is_written: Bools, sums: NDArray[np.uint64]) -> int:
         """Nothing reads the pool's pages any more; returns how many blocks the disk has now."""
-        lower = self.lowers[part.disk]
-        found = lower.complete_write(part.plan, is_written, sums, kin=part.kin)
-        self.cache.blocks.below[part.entries[found]] = True
-        self.cache.room.unpin(part.entries)
-        rows = np.concatenate((part.kin, part.plan.entries[found]))
-        part.chain.kin[part.disk] = rows, lower.blocks.generation[rows]
-        return int(found.sum())
+        return self._end_spill(part, is_written, sums, part.entries)
 
     def quarantine_spill(self, part: SpillPart, sums: NDArray[np.uint64], held: Bools) -> None:
         """As `end_spill` with a disk that hangs: what it `held` it may read at any time.
 
-        Such blocks stay in the pool for good: they can be read, but not evicted.
+        Such blocks keep their pins for good: they can be read, but their pages are never reused.
         """
-        self.cache.blocks.pin(part.entries[held])
         self.quarantined_bytes += int(held.sum()) * sum(part.plan.page_bytes)
-        self.end_spill(part, np.zeros(len(part.entries), np.bool_), sums)
+        self._end_spill(part, np.zeros(len(held), np.bool_), sums, part.entries[~held])
+
+    def _end_spill(
+        self, part: SpillPart, is_written: Bools, sums: NDArray[np.uint64], unread: Entries
+    ) -> int:
+        lower = self.lowers[part.disk]
+        found = lower.complete_write(part.plan, is_written, sums, kin=part.kin)
+        self.cache.blocks.below[part.entries[found]] = True
+        if len(unread):
+            self.cache.room.unpin(unread)
+        rows = np.concatenate((part.kin, part.plan.entries[found]))
+        part.chain.kin[part.disk] = rows, lower.blocks.generation[rows]
+        return int(found.sum())
 
     def _has_begun(self, part: SpillPart) -> bool:
         if len(part.entries) == 0:
