@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 from below_world import BelowMachine, StrictMachine
-from cache_world import LEASE_S, PAGE, Who, words
+from cache_world import LEASE_S, PAGE, Who, drop_space, words
 from hypothesis import settings
 
 from trikv.core.blocks import ABSENT, DOOMED
@@ -104,13 +104,13 @@ def test_what_a_hung_disk_holds_is_never_used_again(is_reset: bool) -> None:  # 
     machine.spill(is_full=True, most=100 * PAGE)
     (part,) = machine.writes
     if is_reset:
-        machine.cache.drop_space(machine.number[1])
+        drop_space(machine.cache, machine.number[1])
         machine.below.drop_space(machine.number[1])
     held = np.array([True, False, True])
     machine.below.quarantine_spill(part, np.zeros(3, np.uint64), held)
     assert machine.below.quarantined_bytes == 2 * PAGE
     if not is_reset:
-        machine.cache.drop_space(machine.number[1])
+        drop_space(machine.cache, machine.number[1])
     cache = machine.cache
     assert cache.pages.used_bytes == 2 * PAGE
     assert cache.blocks.state[part.entries].tolist() == [DOOMED, ABSENT, DOOMED]
@@ -129,7 +129,7 @@ def test_what_a_hung_read_may_fill_is_never_used_again(is_reset: bool) -> None: 
     machine.ask(one, 0, 4)
     (part,) = machine.reads
     if is_reset:
-        machine.cache.drop_space(machine.number[1])
+        drop_space(machine.cache, machine.number[1])
     held, arrived = np.array([False, True, False]), np.array([True, False, False])
     machine.below.quarantine_read(part, arrived, held)
     cache = machine.cache
@@ -138,6 +138,6 @@ def test_what_a_hung_read_may_fill_is_never_used_again(is_reset: bool) -> None: 
     assert cache.landings.bytes == cache.filling_bytes == 0
     assert (machine.in_pool(1, [1, 2, 4]) >= 0).tolist() == [not is_reset, False, False]
     if not is_reset:
-        cache.drop_space(machine.number[1])
+        drop_space(cache, machine.number[1])
     assert cache.pages.used_bytes == PAGE
     cache.blocks.check()

@@ -108,7 +108,7 @@ def test_calls_that_are_given_up_end_all_the_same(start: Start, tmp_path: Path) 
             assert np.array_equal(engine.memory[0], seen)
             dropped = wire_ok((await engine.session.reset()).reply).droppedCount
             assert dropped == facts["pool"]["blockCount"]
-            assert (await status(daemon.address))["pool"]["usedBytes"] == 0
+            await wait_for(daemon.address, lambda facts: facts["pool"]["usedBytes"] == 0, 20.0)
 
     asyncio.run(main())
     assert daemon.end() == 0
