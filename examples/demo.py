@@ -198,7 +198,7 @@ def run_below(folder: Path) -> tuple[dict[str, list[Request]], Tiers]:
     mib = -(-tokens // (BLOCK * BLOCKS_A_MIB))
     pool, disk = f"{2 * mib + 6}mb", folder / "ssd"
     ssd = ("--ssd-cache-path", str(disk), "--ssd-cache-capacity", f"{4 * mib + 64}mb")
-    say(f"a pool of {pool}, half of which may be promised: one prompt; and an SSD")
+    say(f"a pool of {pool} that can promise one prompt, and an SSD")
     results, tiers = {}, {}
     for name, names in (("to SSD", SAME), ("from SSD", VARIED)):
         say(f"daemon and engine '{name}' (20-60 s)")
@@ -223,7 +223,7 @@ def run_through(folder: Path, pool: str) -> tuple[list[Request], float]:
     try:
         with process(arguments, log) as first:
             wait_ready(first, log)
-            say(f"engine '{name}': its daemon is killed, and its pool found again (20-60 s)")
+            say(f"engine '{name}': its daemon is killed, its pool is kept (20-60 s)")
             more = ("--outage", str(outage))
             with engine(folder, name, SAME, *more, socket=str(socket)) as child:
                 deadline_s = time.monotonic() + ENGINE_S_MAX
@@ -284,7 +284,7 @@ def judge(requests: list[Request], tiers: dict[str, int]) -> list[str]:
         and one["name"] in SAME
     ]
     if not missing and tiers["ssd"]:
-        print("A pool that can promise one prompt at a time: all three came back whole, from SSD.")
+        print("A pool that can promise one prompt: all three came back whole, from SSD.")
     return missing if tiers["ssd"] else [*missing, "nothing came from SSD"]
 
 
@@ -334,8 +334,8 @@ def demo(folder: Path, pool: str) -> list[str]:
     survivor, outage_s = run_through(folder, pool)
     wrong = report({**results, **below, "survivor": survivor}, tiers) + compare(results, counters)
     wrong += judge(below["from SSD"], tiers["from SSD"])
-    print("Its daemon was killed (SIGKILL): the running engine began a request that the next")
-    print(f"daemon answered from the kept pool {outage_s:.1f} s later.")
+    print("Engine 'survivor': its daemon was killed; the next one, with the same pool, answered")
+    print(f"the running engine {outage_s:.1f} s later.")
     return wrong
 
 
