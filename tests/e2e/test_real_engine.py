@@ -131,6 +131,7 @@ def kill_while_a_lease_is_held(daemon: RunningDaemon, engine: Engine) -> bool:
     return was_held
 
 
+@pytest.mark.timeout(1500)  # eight starts of an engine
 def test_the_demo_ends_well(start: Start) -> None:
     demo = start(
         [sys.executable, str(ROOT / "examples" / "demo.py")],
