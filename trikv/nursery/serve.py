@@ -6,7 +6,6 @@ connections, calls drained until a deadline, copies ended, connections closed, m
 
 import asyncio
 import contextlib
-import gc
 import importlib.util
 import os
 import secrets
@@ -48,7 +47,8 @@ from trikv.nursery.status import Facts
 from trikv.nursery.store import Store
 from trikv.options import SettingError
 from trikv.process.accepting import Listener
-from trikv.process.guest import Guest, StuckError
+from trikv.process.guest import Guest
+from trikv.process.hosting import collect_garbage, end_if_stuck
 from trikv.process.http import HttpServer, listen, url_of
 from trikv.process.listening import AddressError, bind, connections_for
 from trikv.process.logs import set_up_logging
@@ -67,10 +67,8 @@ BLOCKS_MAX = 1 << 24
 QUEUE_JOBS_MAX = 1_024
 COPIES_MAX = 320  # under way in a direction: more than one session may have, so none fills it
 SWEEP_S = 0.25
-COLLECT_S = 5.0
 POPULATE_RETRY_S = 2.0
 EXIT_USAGE = 2
-EXIT_STUCK = 70
 
 
 @dataclass(slots=True)
@@ -237,20 +235,6 @@ async def stop_copies(service: Service, deadline_s: float) -> None:
     service.loading.stop()
 
 
-async def collect_garbage() -> None:
-    """Collect cycles here, on the thread that owns capnp's objects, and nowhere else.
-
-    pycapnp 2.2 ends the process when the collector frees its objects on another thread, and the
-    collector runs on whichever thread allocates. What is loaded at the start need not be walked.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    while True:
-        await trio.sleep(COLLECT_S)
-        gc.collect()
-
-
 async def populate(daemon: Daemon) -> None:
     """Touch the pool in the background, slab by slab, so that no save waits for fresh pages.
 
@@ -281,18 +265,6 @@ async def _populate_slab(pool: pools.Pool, offset: int, length: int) -> str:
     except RuntimeError as error:  # no thread could be started
         return str(error)
     return ""
-
-
-def end_if_stuck(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """An error that reached asyncio's loop; one of Trio's own means that it never runs again.
-
-    Then nothing here is true any more but that the process must end: copies may be under way of
-    which nobody knows, so no call may be answered. Engines see it and compute.
-    """
-    error = context.get("exception")
-    log.error("loop.failed", what=str(context.get("message")), reason=str(error), exc_info=error)
-    if isinstance(error, StuckError):
-        os._exit(EXIT_STUCK)
 
 
 async def host(daemon: Daemon) -> None:
