@@ -89,15 +89,15 @@ def print_table(facts: Facts) -> None:
 
 def render(facts: Facts) -> list[str]:
     """The lines of the table."""
-    pool, up = facts["pool"], _span(facts["uptimeSeconds"])
+    pool, up = facts["pool"], span(facts["uptimeSeconds"])
     used, capacity = pool["usedBytes"], pool["capacityBytes"]
-    free, each = f"{pool['slabFreeCount']} of {pool['slabCount']} free", _size(pool["slabBytes"])
+    free, each = f"{pool['slabFreeCount']} of {pool['slabCount']} free", size(pool["slabBytes"])
     lines = [
         f"{facts['software']} at {facts['addr']}, {facts['state']}, up {up}",
         "",
-        f"pool      {_size(used)} of {_size(capacity)} used ({used / capacity:.0%}), "
+        f"pool      {size(used)} of {size(capacity)} used ({used / capacity:.0%}), "
         f"{pool['blockCount']} blocks, {pool['fillingCount']} filling, {pool['backing']}",
-        f"leases    {pool['leaseCount']} hold {_size(pool['pinnedBytes'])}",
+        f"leases    {pool['leaseCount']} hold {size(pool['pinnedBytes'])}",
         f"slabs     {free}, {each} each",
         *_traffic(facts["counters"]),
         *([f"metrics   {facts['http']}/metrics"] if facts["http"] else []),
@@ -106,16 +106,16 @@ def render(facts: Facts) -> list[str]:
     ]
     lines += ["", f"{'namespace':<10}{'blocks':>9}{'size':>11}{'engines':>9}  label"]
     for row in facts["namespaces"]:
-        size, label = _size(row["bytes"]), _cut(row["label"], 39)
+        room, label = size(row["bytes"]), cut(row["label"], 39)
         lines.append(
-            f"{row['fingerprint'][:8]:<10}{row['blockCount']:>9}{size:>11}"
+            f"{row['fingerprint'][:8]:<10}{row['blockCount']:>9}{room:>11}"
             f"{row['engineCount']:>9}  {label}"
         )
     lines += _tenants(facts["tenants"])
     lines += ["", f"{'engine':<38}{'namespace':<11}{'ranks':<7}state"]
     for row in facts["engines"]:
         ranks = f"{row['ranksRegistered']}/{row['rankCount']}"
-        name, state = _cut(row["name"], 37), _cut(row["state"], 24)
+        name, state = cut(row["name"], 37), cut(row["state"], 24)
         lines.append(f"{name:<38}{row['namespace'][:8]:<11}{ranks:<7}{state}")
     return lines + _gpus(facts["copiers"])
 
@@ -135,7 +135,7 @@ def _traffic(counters: dict[str, int]) -> list[str]:
     asked = counters["trikv_query_blocks_total"]
     hits = counters["trikv_query_hit_blocks_total"]
     rate = f"{hits / asked:.1%} of blocks asked for" if asked else "nothing asked yet"
-    loaded, saved = (_size(counters[f"trikv_{what}_bytes_total"]) for what in ("load", "save"))
+    loaded, saved = (size(counters[f"trikv_{what}_bytes_total"]) for what in ("load", "save"))
     return [
         f"queries   {counters['trikv_query_total']}, hit rate {rate}",
         f"loads     {counters['trikv_load_blocks_total']} blocks ({loaded}), "
@@ -153,8 +153,8 @@ def _tenants(rows: list[Facts]) -> list[str]:
         return []
     lines = ["", f"{'tenant':<38}{'used':>12}{'floor':>12}{'share':>12}"]
     for row in rows:
-        used, floor, share = (_size(row[f"{what}Bytes"]) for what in ("used", "floor", "share"))
-        name = _cut(row["name"] or "(no name)", 37)
+        used, floor, share = (size(row[f"{what}Bytes"]) for what in ("used", "floor", "share"))
+        name = cut(row["name"] or "(no name)", 37)
         lines.append(f"{name:<38}{used:>12}{floor:>12}{share:>12}")
     return lines
 
@@ -179,7 +179,8 @@ def _insight(facts: Facts) -> list[str]:
     return lines
 
 
-def _size(count: int) -> str:
+def size(count: int) -> str:
+    """Bytes as people read them."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < KIB:
@@ -188,7 +189,8 @@ def _size(count: int) -> str:
     return f"{value:.1f} TiB"
 
 
-def _span(seconds: float) -> str:
+def span(seconds: float) -> str:
+    """A time as people read it."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -197,5 +199,6 @@ def _span(seconds: float) -> str:
     return " ".join(shown) or "0 s"
 
 
-def _cut(text: str, width: int) -> str:
+def cut(text: str, width: int) -> str:
+    """A text that fits."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
