@@ -9,7 +9,7 @@ PIP := $(PY) -m pip install -qq --disable-pip-version-check
 RELEASES := 0.20.0 0.33.0
 SOURCES := $(RELEASES:%=.cache/vllm/%)
 CHECKED := trikv tests examples bench tools
-OWN_TARGET := tests/integration tests/connector tests/e2e tests/gpu
+OWN_TARGET := tests/integration tests/meta tests/connector tests/e2e tests/gpu
 
 # One environment holds engine, daemon and tools; each part is redone when its inputs change.
 ENGINE := $(VENV)/engine.done
@@ -55,7 +55,7 @@ unit: $(READY) ## tests of the core, the simulation, tidiness: no engine, no oth
 	@$(PY) -m pytest $(OWN_TARGET:%=--ignore=%)
 
 integration: $(READY) ## tests with real processes, sockets and memory
-	@$(PY) -m pytest tests/integration
+	@$(PY) -m pytest tests/integration tests/meta
 
 contract: venv ## the connector on the real schedulers of the oldest and newest vLLM
 	@$(PY) -m pytest tests/connector
@@ -67,7 +67,7 @@ demo: $(READY) ## see a second engine find what the first one computed (3-7 minu
 	@$(PY) examples/demo.py
 
 bench: $(READY) ## every benchmark, as JSON lines
-	@for name in core_ops ceiling rpc hostmem; do $(PY) -m bench.$$name --json || exit; done
+	@for name in core_ops ceiling rpc hostmem meta; do $(PY) -m bench.$$name --json || exit; done
 
 soak: $(READY) ## a million calls of engines that come and go: memory, stalls, bytes (about an hour)
 	@$(PY) -m bench.soak
