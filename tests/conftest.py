@@ -21,7 +21,13 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
 
 ROOT = Path(__file__).resolve().parent
-LAST = ("integration", "connector", "e2e", "gpu")  # from fast to slow; all others come first
+LAST = (
+    "integration",
+    "connector",
+    "guest",
+    "e2e",
+    "gpu",
+)  # from fast to slow; all others come first
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LIBC = ctypes.CDLL(None, use_errno=True)
 
