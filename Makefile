@@ -9,13 +9,13 @@ PIP := $(PY) -m pip install -qq --disable-pip-version-check
 RELEASES := 0.20.0 0.33.0
 SOURCES := $(RELEASES:%=.cache/vllm/%)
 CHECKED := trikv tests examples bench tools
-OWN_TARGET := tests/integration tests/connector tests/e2e tests/gpu
+OWN_TARGET := tests/integration tests/meta tests/connector tests/guest tests/e2e tests/gpu
 
 # One environment holds engine, daemon and tools; each part is redone when its inputs change.
 ENGINE := $(VENV)/engine.done
 READY := $(VENV)/ready.done
 
-.PHONY: help venv test lint unit integration contract e2e demo bench soak night clean
+.PHONY: help venv test lint unit integration contract guest e2e demo bench soak night clean
 
 help: ## print this
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,10 +55,13 @@ unit: $(READY) ## tests of the core, the simulation, tidiness: no engine, no oth
 	@$(PY) -m pytest $(OWN_TARGET:%=--ignore=%)
 
 integration: $(READY) ## tests with real processes, sockets and memory
-	@$(PY) -m pytest tests/integration
+	@$(PY) -m pytest tests/integration tests/meta
 
 contract: venv ## the connector on the real schedulers of the oldest and newest vLLM
 	@$(PY) -m pytest tests/connector
+
+guest: $(READY) ## RDMA on the kernel's own verbs, in a guest with Soft-RoCE NICs (1-3 minutes)
+	@$(PY) -m pytest tests/guest
 
 e2e: $(READY) ## tests with a real engine (20-40 s a start)
 	@$(PY) -m pytest tests/e2e
@@ -67,7 +70,7 @@ demo: $(READY) ## see a second engine find what the first one computed (4-9 minu
 	@$(PY) examples/demo.py
 
 bench: $(READY) ## every benchmark, as JSON lines
-	@for name in core_ops ceiling rpc hostmem ssd; do $(PY) -m bench.$$name --json || exit; done
+	@for name in core_ops ceiling rpc hostmem meta peer ssd; do $(PY) -m bench.$$name --json || exit; done
 
 soak: $(READY) ## a million calls of engines that come and go: memory, stalls, bytes (about an hour)
 	@$(PY) -m bench.soak

@@ -268,6 +268,7 @@ struct Status {
   shadows @14 :List(ShadowStatus);  # what each order of eviction would have given, on a sample
   tenants @15 :List(TenantStatus);  # with quotas: those that have blocks
   disks @16 :List(DiskStatus);      # with SSDs: all that were set
+  cluster @17 :ClusterStatus;       # with other hosts
 }
 
 struct WindowStatus {
@@ -364,4 +365,292 @@ struct EngineStatus {
   ranksRegistered @3 :UInt16;
   pids @4 :List(Int32);
   state @5 :Text;                   # ready, or what is missing
+}
+
+# -- Between nodes
+#
+# A node is one daemon, named by the address at which others reach it, and its epoch. A connection from
+# one node to another, or to a metaserver, begins with a proof on both sides that they know the cluster
+# secret; before that no call is answered but `hello`. The one who dialled proves first.
+#
+#   proof = HMAC-SHA256(secret, "trikv proof 1" 0 who
+#                       length role length address length nonce      of the one who dialled
+#                       length role length address length nonce)     of the other
+#
+# where `who` is "dialer" or "listener", lengths are little-endian uint32, and roles, addresses and nonces
+# are those of the two greetings. It says who speaks; it encrypts nothing.
+#
+# `origin` is what a block hash is unique in, everywhere: 16 bytes fingerprint of the namespace, and the
+# cache group as a little-endian uint32.
+
+struct Greeting {
+  protocol @0 :UInt16;
+  software @1 :Text;                # for logs; at most 256 bytes
+  role @2 :Text;                    # node, meta or tool; at most 64 bytes
+  address @3 :Text;                 # host:port at which it is reached; empty for a tool; at most 256 bytes
+  nonce @4 :Data;                   # 32 random bytes, fresh for this connection
+}
+
+struct Challenge {
+  union {
+    error @0 :Error;
+    ok :group {
+      greeting @1 :Greeting;        # the listener's
+      needsProof @2 :Bool;          # false: this listener has no secret, and takes any proof
+    }
+  }
+}
+
+interface Meta @0x9c1e5b7a20d4f836 {
+  # A metaserver: knows which node holds which block. Its answers are hints: a wrong one costs a miss.
+
+  hello @0 (greeting :Greeting) -> (reply :Challenge);
+
+  prove @1 (proof :Data) -> (reply :MetaReply);
+  # Once a connection: after a wrong proof it is closed, as it is without one within 5 seconds.
+}
+
+struct MetaReply {
+  union {
+    error @0 :Error;                # forbidden: another secret
+    ok :group {
+      proof @1 :Data;               # the listener's; empty when it has no secret
+      epoch @2 :UInt64;             # differs after each start: all must be announced anew
+      session @3 :MetaSession;
+      silenceSeconds @4 :Float32;   # a node that says nothing for so long is forgotten
+    }
+  }
+}
+
+interface MetaSession @0xd5a90e3c7b182f64 {
+  # Of one connection. All but `join` and `status` are for nodes that have joined, and show that the node
+  # lives. When the connection is lost the node has a second or two to come back before it is forgotten.
+
+  join @0 (epoch :UInt64, rails :List(Text)) -> (reply :JoinReply);
+  # By the address of the greeting. `rails` name the networks that the node's NICs are on: at most 16 names
+  # of at most 64 bytes; owners with a common one are preferred. An older epoch of the same address is
+  # forgotten at once; a younger one makes this call fail as conflict.
+
+  begin @1 () -> (reply :DoneReply);
+  # Everything will be announced anew. What was announced before counts until `finish`. At most 64 nodes do
+  # so at once; others are refused as overloaded, and ask again.
+
+  announce @2 (adverts :List(Advert)) -> (reply :AnnounceReply);
+  # At most 64 adverts with 8,192 hashes together. Repeating one is fine.
+
+  finish @3 () -> (reply :DoneReply);
+  # All that is held has been announced: what was not is not held. Both sides count the digest from here.
+
+  locate @4 (origin :Data, hashBytes :UInt8, hashes :Data) -> (reply :LocateReply);
+  # Where to fetch these blocks, at most 16,384, in prefix order; never from the asker itself.
+
+  heartbeat @5 (lentBlocks :UInt32) -> (reply :BeatReply);
+  # `lentBlocks`: blocks that this node is sending to others now.
+
+  leave @6 () -> ();
+  # The node ends: it is forgotten at once.
+
+  status @7 () -> (status :MetaStatus);
+}
+
+struct JoinReply {
+  union {
+    error @0 :Error;
+    ok :group {
+      isComplete @1 :Bool;          # all was announced in this epoch; the next heartbeat's digest says
+                                    # whether all changes since have arrived
+    }
+  }
+}
+
+struct DoneReply {
+  union {
+    error @0 :Error;
+    ok @1 :Void;
+  }
+}
+
+struct Advert {
+  origin @0 :Data;
+  isHeld @1 :Bool;                  # false: no longer held
+  hashBytes @2 :UInt8;
+  hashes @3 :Data;
+}
+
+struct AnnounceReply {
+  union {
+    error @0 :Error;
+    ok :group {
+      declinedCount @1 :UInt32;     # not remembered: the index is full
+      crowdedCount @2 :UInt32;      # not remembered: 8 nodes own the block already
+    }
+  }
+}
+
+struct LocateReply {
+  union {
+    error @0 :Error;
+    ok :group {
+      owners @1 :List(Owner);
+      segments @2 :Data;
+      # Of three little-endian int32 each: index into `owners`, first block, count. They cover the blocks
+      # from the first one on without a gap, as far as others hold them; at most 64.
+    }
+  }
+}
+
+struct Owner { address @0 :Text; epoch @1 :UInt64; }
+
+struct BeatReply {
+  union {
+    error @0 :Error;
+    ok :group {
+      digest @1 :UInt64;
+      # Sum over what the node has told since it last finished an announcement, held minus no longer held;
+      # when the node's own differs, something was lost: announce all anew.
+      nodeCount @2 :UInt32;         # nodes that have announced everything
+      nodesDigest @3 :UInt64;       # of their names: two metaservers with the same one know the same
+      declinedCount @4 :UInt64;     # of this node's adverts, since `begin`
+      freeCount @5 :UInt64;         # entries that are not used
+    }
+  }
+}
+
+struct MetaStatus {
+  software @0 :Text;
+  epoch @1 :UInt64;
+  uptimeSeconds @2 :Float64;
+  state @3 :Text;                   # serving, or full: adverts are declined
+  nodes @4 :List(NodeStatus);
+  entryCount @5 :UInt64;            # blocks that are known
+  capacity @6 :UInt64;              # at most
+  memoryBytes @7 :UInt64;           # of the index, when all entries are used
+  originCount @8 :UInt64;
+  counters @9 :List(Counter);
+  calls @10 :List(CallCount);
+  stallSeconds @11 :Float32;
+  http @12 :Text;
+  isOpen @13 :Bool;                 # no secret is asked for
+}
+
+struct NodeStatus {
+  address @0 :Text;
+  epoch @1 :UInt64;
+  heldCount @2 :UInt64;             # blocks that it is remembered as an owner of
+  isComplete @3 :Bool;
+  lentBlocks @4 :UInt64;
+  declinedCount @5 :UInt64;
+  crowdedCount @6 :UInt64;
+}
+
+interface Peer @0xe2b60d94f71c385b {
+  # What a node offers to other nodes at its routable address. Nothing of the pool can be read without the
+  # proof, and only what a grant covers with it.
+
+  hello @0 (greeting :Greeting) -> (reply :Challenge);
+
+  prove @1 (proof :Data) -> (reply :PeerReply);
+  # Once a connection: after a wrong proof it is closed, as it is without one within 5 seconds.
+}
+
+struct PeerReply {
+  union {
+    error @0 :Error;                # forbidden: another secret, or no node
+    ok :group {
+      proof @1 :Data;               # the listener's; empty when it has no secret
+      epoch @2 :UInt64;             # of the node
+      session @3 :PeerSession;
+      dataPort @4 :UInt16;          # where bytes come from over TCP, at the same host
+      railCount @5 :UInt16;         # NICs for RDMA; 0: none
+    }
+  }
+}
+
+interface PeerSession @0x8f3d27ac5e60b914 {
+  # Of one connection. When it is lost all its grants are over: the owner ends every way by which this peer
+  # reads, and only then reuses the pages.
+
+  lend @0 (loan :Loan) -> (reply :LendReply);
+  # Blocks that stay where they are until `release`, or for the seconds that the reply names.
+
+  release @1 (grant :UInt64, wantsSums :Bool) -> (reply :ReleaseReply);
+  # The caller reads no more under a grant, and asks whether what it has read may be believed. It may only
+  # when the answer says so. Who has read over TCP asks for sums, and compares them.
+
+  connect @2 (offer :Data) -> (reply :ConnectReply);
+  # Joins queue pairs of the caller; see core/rails.py. Needed before reading by RDMA.
+}
+
+struct Loan {
+  origin @0 :Data;
+  hashBytes @1 :UInt8;
+  hashes @2 :Data;                  # 1 to 4,096
+  seconds @3 :Float32;              # wanted; more than 0
+  wantsSums @4 :Bool;               # `release` will ask for the sums: they are made meanwhile
+}
+
+struct LendReply {
+  union {
+    error @0 :Error;                # overloaded: as much is lent as may be
+    ok :group {
+      grant @1 :UInt64;             # 0: none of the blocks is here
+      seconds @2 :Float32;          # from when the call was sent, at least
+      pageBytes @3 :List(UInt64);   # of each rank
+      offsets @4 :Data;
+      # Little-endian int64, rank by rank: where each block's page begins in the pool; -1: it is not lent.
+      token @5 :Data;               # by which data streams are told what they may send; 16 bytes
+    }
+  }
+}
+
+struct ReleaseReply {
+  union {
+    error @0 :Error;
+    ok :group {
+      wasValid @1 :Bool;            # all blocks were where they are said to be, all the time
+      sums @2 :Data;                # XXH3-64 of each lent block, little-endian uint64; a block's pages by rank
+    }
+  }
+}
+
+struct ConnectReply {
+  union {
+    error @0 :Error;
+    ok :group {
+      answer @1 :Data;
+    }
+  }
+}
+
+struct PeerStatus {
+  # Another node with which this one has dealt.
+  address @0 :Text;
+  state @1 :Text;                   # serving, not dialled, or why it is left alone
+  way @2 :Text;                     # rdma or tcp
+  fetchedBytes @3 :UInt64;
+  fetchedBlocks @4 :UInt64;
+  failedBlocks @5 :UInt64;          # were to be fetched from there, and were not
+  lentBytes @6 :UInt64;             # since the start
+  grantCount @7 :UInt32;            # that it holds now
+}
+
+struct ClusterStatus {
+  # What a daemon with metaservers knows of other hosts.
+  address @0 :Text;                 # this node's; empty: it has no metaservers
+  peers @1 :List(PeerStatus);
+  metas @2 :List(MetaLineStatus);
+  grantCount @3 :UInt32;            # that others hold on this node's blocks now
+  grantedBytes @4 :UInt64;
+  fetchCount @5 :UInt32;            # fetches under way
+  isOpen @6 :Bool;                  # no secret is asked for
+  railCount @7 :UInt32;
+  unfencedBytes @8 :UInt64;         # of the pool, that a NIC may write at any time: never used again
+}
+
+struct MetaLineStatus {
+  address @0 :Text;
+  state @1 :Text;                   # joined, or why not
+  nodeCount @2 :UInt32;             # that it knows
+  waitingBlocks @3 :UInt64;         # changes that it has not been told
+  announcedCount @4 :UInt64;        # times that everything was announced
 }

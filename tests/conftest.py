@@ -21,8 +21,8 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
 
 ROOT = Path(__file__).resolve().parent
-LAST = ("integration", "connector", "e2e", "gpu")  # from fast to slow; all others come first
-SECOND_CHANCE = {"integration", "connector", "e2e"}  # real processes; see docs/decisions/0006
+LAST = ("integration", "meta", "connector", "guest", "e2e", "gpu")  # slow ones last
+SECOND_CHANCE = {"integration", "meta", "connector", "e2e"}  # real processes: docs/decisions/0006
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LIBC = ctypes.CDLL(None, use_errno=True)
 

@@ -42,6 +42,14 @@ class Address:
             return False
 
     @property
+    def is_wildcard(self) -> bool:
+        """True when it names every interface, and so none that could be dialled."""
+        try:
+            return ipaddress.ip_address(self.host).is_unspecified
+        except ValueError:
+            return False
+
+    @property
     def family(self) -> socket.AddressFamily:
         """The socket family to create."""
         if self.is_unix:

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from typing import Final
 
 from trikv import options
-from trikv.options import Option, choice, number, read_bool, read_durations, read_paths, size
+from trikv.options import (
+    Option,
+    choice,
+    number,
+    read_addresses,
+    read_bool,
+    read_durations,
+    read_names,
+    read_paths,
+    size,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +42,12 @@ class Settings:
     ssd_write_through: bool
     ssd_write_budget: int | None
     ssd_ring: str
+    metaserver_addr: tuple[str, ...]
+    nics: tuple[str, ...]
+    peer_data_port: int
+    verify_peer: str
+    cluster_secret_file: str | None
+    insecure: bool
     record_trace: str | None
     trace_block_tokens: int
     copy_threads: int
@@ -145,6 +161,45 @@ OPTIONS: Final = (
         choice("auto", "liburing", "uring", "threads"),
         "auto",
         "how disks are driven: liburing, uring (our own), threads, or auto: the best that works",
+    ),
+    Option(
+        "metaserver-addr",
+        read_addresses,
+        (),
+        "host:port of a trikv-meta; repeatable: the daemon announces to all and asks any. With it "
+        "--addr is the host:port by which other hosts reach this one, and engines use the unix "
+        "socket",
+    ),
+    Option(
+        "nics",
+        read_names,
+        ("auto",),
+        "NICs for RDMA READ between hosts, e.g. mlx5_0,mlx5_1; off: TCP only; auto: all that work",
+    ),
+    Option(
+        "peer-data-port",
+        number(int, 0, 65_535),
+        0,
+        "TCP port from which other hosts fetch blocks; 0: any free one",
+    ),
+    Option(
+        "verify-peer",
+        choice("off", "sample", "always"),
+        "off",
+        "sums of blocks that came by RDMA: off, sample (one fetch of 16) or always; over TCP they "
+        "are always compared",
+    ),
+    Option(
+        "cluster-secret-file",
+        str,
+        None,
+        "file whose first line, 16 bytes or more, all nodes of the cluster know",
+    ),
+    Option(
+        "insecure",
+        read_bool,
+        default=False,
+        help="be a node without a secret, or at a loopback address",
     ),
     Option(
         "record-trace",

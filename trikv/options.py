@@ -21,7 +21,7 @@ UNITS: Final = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb"
 
 SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 DURATIONS_MAX: Final = 6
-PATHS_MAX: Final = 16
+SEVERAL_MAX: Final = 16
 
 
 class SettingError(ValueError):
@@ -117,10 +117,35 @@ def read_paths(text: str) -> tuple[str, ...]:
     Raises:
         ValueError: none, too many, or one twice.
     """
-    paths = tuple(path.strip() for path in text.split(","))
-    if not all(paths) or len(set(paths)) < len(paths) or len(paths) > PATHS_MAX:
-        raise ValueError(f"expected 1 to {PATHS_MAX} different paths, separated by commas")
-    return paths
+    return _read_several(text, "paths")
+
+
+def read_addresses(text: str) -> tuple[str, ...]:
+    """Read `host1:50056,host2:50056`; as a flag it may also be given several times.
+
+    Raises:
+        ValueError: none, too many, or one twice.
+    """
+    return _read_several(text, "addresses")
+
+
+def read_names(text: str) -> tuple[str, ...]:
+    """Read `mlx5_0,mlx5_1`; as a flag it may also be given several times.
+
+    Raises:
+        ValueError: none, too many, or one twice.
+    """
+    return _read_several(text, "names")
+
+
+REPEATABLE: Final = (read_paths, read_addresses, read_names)
+
+
+def _read_several(text: str, what: str) -> tuple[str, ...]:
+    items = tuple(item.strip() for item in text.split(","))
+    if not all(items) or len(set(items)) < len(items) or len(items) > SEVERAL_MAX:
+        raise ValueError(f"expected 1 to {SEVERAL_MAX} different {what}, separated by commas")
+    return items
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +198,7 @@ def parser(program: str, description: str, options: Sequence[Option]) -> argpars
                 f"--{option.name}", nargs="?", const="true", metavar="true|false", help=shown
             )
         else:
-            action = "append" if option.read is read_paths else "store"
+            action = "append" if option.read in REPEATABLE else "store"
             made.add_argument(f"--{option.name}", metavar="VALUE", action=action, help=shown)
     return made
 

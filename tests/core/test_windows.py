@@ -176,7 +176,7 @@ class RollingWindows(RuleBasedStateMachine):
         rows = self.inside(facts.length_s, facts.namespace)
         asked = sum(count for *_, count, _ in rows)
         hits = sum(hits for *_, hits in rows)
-        assert (facts.asked_blocks, facts.hit_blocks) == (asked, (hits, 0))
+        assert (facts.asked_blocks, facts.hit_blocks) == (asked, (hits, 0, 0))
         distinct = {(name, key) for _, name, at, n, _ in rows for key in range(at, at + n)}
         missed = {(name, key) for _, name, at, n, h in rows for key in range(at + h, at + n)}
         for estimated, exact in (

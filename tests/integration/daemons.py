@@ -54,9 +54,17 @@ def daemon_command(*arguments: str, before: str = "") -> list[str]:
 
 
 def start_daemon(
-    start: Start, folder: Path, *arguments: str, before: str = "", **environ: str
+    start: Start,
+    folder: Path,
+    *arguments: str,
+    before: str = "",
+    within: tuple[str, ...] = (),
+    **environ: str,
 ) -> RunningDaemon:
-    """Start a daemon on a private socket and wait for its ready line."""
+    """Start a daemon on a private socket and wait for its ready line.
+
+    `within` is a command that runs another one, such as `ip netns exec`.
+    """
     path, log = folder / "run" / "trikv.sock", folder / f"daemon-{time.monotonic_ns()}.log"
     given = arguments if "--addr" in arguments else ("--addr", f"unix:{path}", *arguments)
     if "--http-addr" not in given:  # one port of the host, and many daemons
@@ -65,7 +73,7 @@ def start_daemon(
         given = (*given, "--pool-size", "64mb")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIKV_")}
     with log.open("w") as stderr:
-        command = daemon_command(*given, before=before)
+        command = [*within, *daemon_command(*given, before=before)]
         process = start(command, stderr=stderr, env=clean | environ)
     deadline_s = time.monotonic() + READY_S
     while '"daemon.ready"' not in log.read_text():

@@ -161,6 +161,8 @@ def flip(path: Path, count: int) -> int:
 def shown(daemon: RunningDaemon) -> list[str]:
     """What `trikv status` prints, at most 80 columns."""
     command = [sys.executable, "-m", "trikv.cli.main", "status", "--addr", daemon.address]
-    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    told = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    lines = told.stdout.splitlines()
     assert max(len(line) for line in lines[1:]) <= 80
     return lines

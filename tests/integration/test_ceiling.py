@@ -50,7 +50,7 @@ def check(rows: list[dict[str, Any]]) -> None:
     assert [row["seconds"] for row in everyone] == [900, 3600, 86400]
     for row in rows:
         hits = {one["tier"]: one["blocks"] for one in row["hits"]}
-        assert (row["askedBlocks"], hits) == (24, {"pinned": 16, "ssd": 0})
+        assert (row["askedBlocks"], hits) == (24, {"pinned": 16, "ssd": 0, "peer": 0})
         assert (row["distinctBlocks"], row["missedDistinctBlocks"]) == (8, 8)
         assert row["hitRatio"] == row["reachableRatio"] == row["freshRatio"] == pytest.approx(2 / 3)
         assert row["case"] == "at-ceiling"

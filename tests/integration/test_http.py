@@ -31,6 +31,7 @@ from tests.integration.pages import ANY_PORT, get, place, ready, scrape, serving
 from trikv.core.counters import METHODS
 from trikv.nursery.disk_metrics import FAMILIES as DISKS
 from trikv.nursery.metrics import FAMILIES, names
+from trikv.nursery.peer_metrics import FAMILIES as PEERS
 from trikv.process import http as module
 
 
@@ -108,7 +109,8 @@ def test_the_page_has_exactly_the_names_and_labels_of_the_table(daemon: RunningD
         for one in families
         if one.samples
     ]
-    may_be_empty = {name for name in FAMILIES if name.endswith("_ratio")} | DISKS.keys()
+    may_be_empty = {name for name in FAMILIES if name.endswith("_ratio")}
+    may_be_empty |= DISKS.keys() | PEERS.keys()
     assert [name for name in names() if name not in may_be_empty - set(shown)] == shown
     for family in families:
         labels = FAMILIES[family.name].labels if family.name in FAMILIES else None

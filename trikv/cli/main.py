@@ -8,9 +8,11 @@ import os
 import sys
 
 from trikv import __version__, address
+from trikv.cli.meta import add_meta_arguments, show_meta
 from trikv.cli.replay import add_arguments, replay
 from trikv.cli.status import DaemonUnreachableError, fetch_status, print_json, print_table
 from trikv.cli.traces import TraceError
+from trikv.options import SettingError
 
 
 def main() -> None:
@@ -33,7 +35,16 @@ def main() -> None:
         "--timeout", type=float, default=5.0, metavar="SECONDS", help="give up after [5]"
     )
     add_arguments(commands.add_parser("replay", help="hit rates of traces, without a daemon"))
+    add_meta_arguments(commands.add_parser("meta", help="asks a metaserver"))
     given = parser.parse_args()
+    if given.command == "meta":
+        try:
+            show_meta(given)
+        except DaemonUnreachableError as error:
+            sys.exit(f"trikv: {error}")
+        except SettingError as error:
+            parser.error(str(error))
+        return
     if given.command == "replay":
         try:
             replay(given)

@@ -14,10 +14,10 @@ import capnp
 from trikv import wire
 from trikv.address import Address
 from trikv.cli.ceiling import render_ceiling
+from trikv.cli.cluster import render_cluster
+from trikv.cli.texts import WIDTH, cut, end_of, size, span
 
 Facts = dict[str, Any]
-KIB = 1024
-WIDTH = 80
 MORE_BYTES = 200 << 30  # a point of the curve that is always there
 
 
@@ -90,34 +90,35 @@ def print_table(facts: Facts) -> None:
 
 def render(facts: Facts) -> list[str]:
     """The lines of the table."""
-    pool, up = facts["pool"], _span(facts["uptimeSeconds"])
+    pool, up = facts["pool"], span(facts["uptimeSeconds"])
     used, capacity = pool["usedBytes"], pool["capacityBytes"]
-    free, each = f"{pool['slabFreeCount']} of {pool['slabCount']} free", _size(pool["slabBytes"])
+    free, each = f"{pool['slabFreeCount']} of {pool['slabCount']} free", size(pool["slabBytes"])
     lines = [
         f"{facts['software']} at {facts['addr']}, {facts['state']}, up {up}",
         "",
-        f"pool      {_size(used)} of {_size(capacity)} used ({used / capacity:.0%}), "
+        f"pool      {size(used)} of {size(capacity)} used ({used / capacity:.0%}), "
         f"{pool['blockCount']} blocks, {pool['fillingCount']} filling, {pool['backing']}",
-        f"leases    {pool['leaseCount']} hold {_size(pool['pinnedBytes'])}",
+        f"leases    {pool['leaseCount']} hold {size(pool['pinnedBytes'])}",
         f"slabs     {free}, {each} each",
         *_traffic(facts["counters"]),
         *_disks(facts.get("disks", [])),  # a daemon of an earlier version has none
+        *render_cluster(facts.get("cluster", {})),  # likewise
         *([f"metrics   {facts['http']}/metrics"] if facts["http"] else []),
         *render_ceiling(facts["windows"]),
         *_insight(facts),
     ]
     lines += ["", f"{'namespace':<10}{'blocks':>9}{'size':>11}{'engines':>9}  label"]
     for row in facts["namespaces"]:
-        size, label = _size(row["bytes"]), _cut(row["label"], 39)
+        room, label = size(row["bytes"]), cut(row["label"], 39)
         lines.append(
-            f"{row['fingerprint'][:8]:<10}{row['blockCount']:>9}{size:>11}"
+            f"{row['fingerprint'][:8]:<10}{row['blockCount']:>9}{room:>11}"
             f"{row['engineCount']:>9}  {label}"
         )
     lines += _tenants(facts["tenants"])
     lines += ["", f"{'engine':<38}{'namespace':<11}{'ranks':<7}state"]
     for row in facts["engines"]:
         ranks = f"{row['ranksRegistered']}/{row['rankCount']}"
-        name, state = _cut(row["name"], 37), _cut(row["state"], 24)
+        name, state = cut(row["name"], 37), cut(row["state"], 24)
         lines.append(f"{name:<38}{row['namespace'][:8]:<11}{ranks:<7}{state}")
     return lines + _gpus(facts["copiers"])
 
@@ -138,19 +139,19 @@ def _disks(disks: list[Facts]) -> list[str]:
     lines = []
     for row in disks:
         if row["state"].startswith("off"):
-            lines.append(_cut(f"ssd       {row['state']} ({row['path']})", WIDTH))
+            lines.append(cut(f"ssd       {row['state']} ({row['path']})", WIDTH))
             continue
         used, capacity = row["usedBytes"], row["capacityBytes"]
         state, _, notice = row["state"].partition(": ")
         state = "" if state == "serving" else f", {state}"
         lines.append(
-            f"ssd       {_size(used)} of {_size(capacity)} used ({used / capacity:.0%}), "
+            f"ssd       {size(used)} of {size(capacity)} used ({used / capacity:.0%}), "
             f"{row['blockCount']} blocks{state}, {row['ring']}"
         )
         wrong = f", {row['wrongCount']} blocks wrong" if row["wrongCount"] else ""
-        moved = f"{_size(row['writtenBytes'])} written, {_size(row['readBytes'])} read{wrong}"
-        lines.append(f"          {moved} {_end_of(row['path'], WIDTH - 11 - len(moved))}")
-        lines += [_cut(f"          {notice}", WIDTH)] if notice else []
+        moved = f"{size(row['writtenBytes'])} written, {size(row['readBytes'])} read{wrong}"
+        lines.append(f"          {moved} {end_of(row['path'], WIDTH - 11 - len(moved))}")
+        lines += [cut(f"          {notice}", WIDTH)] if notice else []
     return lines
 
 
@@ -158,7 +159,7 @@ def _traffic(counters: dict[str, int]) -> list[str]:
     asked = counters["trikv_query_blocks_total"]
     hits = counters["trikv_query_hit_blocks_total"]
     rate = f"{hits / asked:.1%} of blocks asked for" if asked else "nothing asked yet"
-    loaded, saved = (_size(counters[f"trikv_{what}_bytes_total"]) for what in ("load", "save"))
+    loaded, saved = (size(counters[f"trikv_{what}_bytes_total"]) for what in ("load", "save"))
     return [
         f"queries   {counters['trikv_query_total']}, hit rate {rate}",
         f"loads     {counters['trikv_load_blocks_total']} blocks ({loaded}), "
@@ -176,8 +177,8 @@ def _tenants(rows: list[Facts]) -> list[str]:
         return []
     lines = ["", f"{'tenant':<38}{'used':>12}{'floor':>12}{'share':>12}"]
     for row in rows:
-        used, floor, share = (_size(row[f"{what}Bytes"]) for what in ("used", "floor", "share"))
-        name = _cut(row["name"] or "(no name)", 37)
+        used, floor, share = (size(row[f"{what}Bytes"]) for what in ("used", "floor", "share"))
+        name = cut(row["name"] or "(no name)", 37)
         lines.append(f"{name:<38}{used:>12}{floor:>12}{share:>12}")
     return lines
 
@@ -200,29 +201,3 @@ def _insight(facts: Facts) -> list[str]:
         shown = [f"{name.removesuffix('-lru')} {rate:.1%}" for name, rate in told.items()]
         lines.append("orders    " + ", ".join(shown))
     return lines
-
-
-def _size(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < KIB:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= KIB
-    return f"{value:.1f} TiB"
-
-
-def _span(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    parts = ((days, "d"), (hours, "h"), (minutes, "m"), (rest, "s"))
-    shown = [f"{count} {unit}" for count, unit in parts if count][:2]
-    return " ".join(shown) or "0 s"
-
-
-def _end_of(text: str, width: int) -> str:
-    return text if len(text) <= width else f"…{text[len(text) - width + 1 :]}"
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"

@@ -108,7 +108,9 @@ class Below:
         quarantined_bytes: of the pool, that a hung disk may still touch: never used again.
     """
 
-    def __init__(self, cache: Cache, lowers: Sequence[Lower], spills: Spills) -> None:
+    def __init__(
+        self, cache: Cache, lowers: Sequence[Lower], spills: Spills, *, has_disks: bool = True
+    ) -> None:
         self.cache = cache
         self.lowers = list(lowers)
         self.spills = spills
@@ -116,7 +118,8 @@ class Below:
         self.voids: deque[bytes] = deque()
         self.quarantined_bytes = 0
         self._origins: dict[SpaceId, tuple[bytes, tuple[SpaceId | None, ...]]] = {}
-        cache.attach_spills(spills)
+        if has_disks:
+            cache.attach_spills(spills)
 
     # -- spaces
 
@@ -147,6 +150,13 @@ class Below:
         return self.lowers[disk].floor(origin)
 
     # -- up
+
+    def has(self, space: SpaceId, words: Words) -> Bools:
+        """Which blocks some disk has."""
+        found = np.zeros(len(words), np.bool_)
+        for disk, origin in self._open(space):
+            found |= self.lowers[disk].find(origin, words) >= 0
+        return found
 
     def coming(self, space: SpaceId, words: Words, first: int, limit: int) -> int:
         """How many blocks from `first` on are at hand, on their way, or on a disk; no gap."""

@@ -132,7 +132,7 @@ class Blocks:
         self.sealed_by_space: dict[int, int] = {}
         self.used_by_space: dict[int, int] = {}
         self._unused = _Rows(capacity)
-        self.watcher: Watcher | None = None
+        self.watchers: tuple[Watcher, ...] = ()
 
     @property
     def unused_count(self) -> int:
@@ -317,13 +317,13 @@ class Blocks:
         if counts[SEALED]:
             gone = entries[before == SEALED]
             self._tally(self.sealed_by_space, gone, -1)
-            if self.watcher is not None:
-                self.watcher.unsealed(gone.astype(np.int32))
+            for watcher in self.watchers:
+                watcher.unsealed(gone.astype(np.int32))
         self.state[entries] = state
         if state == SEALED:
             self._tally(self.sealed_by_space, entries, 1)
-            if self.watcher is not None:
-                self.watcher.sealed(entries.astype(np.int32))
+            for watcher in self.watchers:
+                watcher.sealed(entries.astype(np.int32))
 
     def _tally(self, totals: dict[int, int], entries: NDArray[np.int64], sign: int) -> None:
         if len(entries) == 0:

@@ -17,7 +17,7 @@ import enum
 from dataclasses import dataclass
 from typing import Final
 
-TIERS: Final = ("pinned", "ssd")
+TIERS: Final = ("pinned", "ssd", "peer")
 """Where a hit can be served from, in the order in which `WindowFacts.hit_blocks` counts."""
 
 LOW_CEILING: Final = 0.2

@@ -199,6 +199,11 @@ class Index:
         """The block hashes of entries in use: a copy, uint64[n, 4]."""
         return self._keys.take(entries, axis=0)
 
+    def spaces_of(self, entries: Entries) -> NDArray[np.int32]:
+        """The spaces of entries in use."""
+        spaces: NDArray[np.int32] = self._spaces.take(entries) - 1
+        return spaces
+
     def names_of(self, entries: Entries) -> Names:
         """Names of entries in use: the same whenever the same key is here, whatever its entry."""
         spaces = self._spaces.take(entries).astype(np.uint64)

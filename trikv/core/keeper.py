@@ -43,7 +43,7 @@ class Keeper:
         self._named: dict[SpaceId, _Named] = {}
         self._voided: dict[SpaceId, int | None] = {}
         self._is_adopting = False
-        blocks.watcher = self
+        blocks.watchers = (*blocks.watchers, self)
 
     def open_space(self, space: SpaceId, shape: ShapeId, origin: bytes, tenant: str) -> None:
         """Blocks of a space are kept from now on, under its origin."""

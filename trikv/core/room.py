@@ -34,6 +34,7 @@ class Room:
         recency: int64[entry], the stamp of the last touch, -1 without one.
         orders: a shape's blocks, those to evict first in front; sealed blocks only.
         prefers_below: True: of the blocks whose turn is near, those that a disk holds too go first.
+        prefers_copied: likewise, those that another node holds too.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Room:
         self.recency = np.full(blocks.capacity, -1, np.int64)
         self.orders: dict[ShapeId, Policy] = {}
         self.prefers_below = False
+        self.prefers_copied = False
         self._seen_at = np.zeros(blocks.capacity, np.int32)  # scratch of `touch`
         self._pages = pages
         self._blocks = blocks
@@ -130,11 +132,12 @@ class Room:
 
     def _victims(self, order: Policy, count: int) -> Entries:
         """The next to go; what would be lost goes back to its place while others can go."""
-        if not self.prefers_below or not isinstance(order, LeafFirstLru):
+        prefers = self.prefers_below or self.prefers_copied
+        if not prefers or not isinstance(order, LeafFirstLru):
             return order.victims(count, self._blocks.evictable)
         near = order.take(NEAR * count, self._blocks.evictable)
-        is_below = self._blocks.below[near]
-        chosen = np.concatenate((np.flatnonzero(is_below), np.flatnonzero(~is_below)))[:count]
+        is_spare = self._blocks.below[near] | self._blocks.replica[near]
+        chosen = np.concatenate((np.flatnonzero(is_spare), np.flatnonzero(~is_spare)))[:count]
         is_chosen = np.zeros(len(near), np.bool_)
         is_chosen[chosen] = True
         order.restore(near[~is_chosen])

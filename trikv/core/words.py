@@ -33,3 +33,7 @@ Offsets = NDArray[np.int64]
 """Byte offsets in the pool, shape (n,)."""
 Names = NDArray[np.uint64]
 """Names of keys, shape (n,): a 64-bit digest of space and hash, for what may err."""
+PeerId = NewType("PeerId", int)
+"""One connection of another node with this daemon; never reused."""
+GrantId = NewType("GrantId", int)
+"""A promise to a peer; never 0, never reused."""

@@ -12,7 +12,7 @@ from trikv import __version__
 from trikv.core.blocks import State
 from trikv.core.ceiling import TIERS, Case, WindowFacts
 from trikv.core.counters import Counters
-from trikv.nursery import disk_metrics
+from trikv.nursery import disk_metrics, peer_metrics
 from trikv.nursery.service import Service
 from trikv.nursery.status import Facts
 from trikv.process.pages import Family, Rows, Shown, plain, split
@@ -63,6 +63,7 @@ FAMILIES: Final = {
     ),
     "trikv_window_case": Family("1 for the case that the window shows", (*WINDOW, "case")),
     **disk_metrics.FAMILIES,
+    **peer_metrics.FAMILIES,
 }
 
 
@@ -78,11 +79,13 @@ class Families:
         store = self._service.store
         yield from plain(store.cache.counters.items())
         store.settle()
+        tiers = self._facts.tiers
         rows: dict[str, Rows] = {
             **self._daemon(),
             **self._pool(),
             **self._callers(),
-            **disk_metrics.rows(self._facts.tiers),
+            **disk_metrics.rows(tiers),
+            **peer_metrics.rows(tiers.peering if tiers is not None else None),
             **windows_rows(store.windows.read(now_s=store.now_s())),
         }
         yield from split(FAMILIES, rows)

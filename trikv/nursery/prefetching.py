@@ -64,6 +64,7 @@ class Prefetching:
         self.waits = 0
         self.waited_total = 0
         self.given_up_total = 0
+        self.others_s: Callable[[], float] = lambda: 0.0  # likewise as `seconds`, of other nodes
         self._below = below
         self._tiers = tiers
         self._queues: list[_Queue] = []
@@ -88,7 +89,7 @@ class Prefetching:
     def seconds(self) -> float:
         """An estimate of how long what was queued takes."""
         pairs = zip(self._tiers, self._queues, strict=True)
-        return max((queue.bytes / tier.rate for tier, queue in pairs), default=0.0)
+        return max(self.others_s(), *(queue.bytes / tier.rate for tier, queue in pairs), 0.0)
 
     def released(self, instance: InstanceName | None, requests: Iterable[RequestId]) -> None:
         """Requests have ended: what they waited for is read when nobody else wants anything."""
@@ -131,7 +132,7 @@ class Prefetching:
     def close(self) -> None:
         """Nothing more is begun, and nobody waits."""
         self._is_closed = True
-        self._tell()
+        self.tell()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Read until cancelled; then every read that waits is given up.
@@ -145,6 +146,7 @@ class Prefetching:
                     for _ in range(READERS):
                         nursery.start_soon(self._read, tier, queue)
                 task_status.started()
+                await trio.sleep_forever()
         finally:
             self.close()
             for queue in self._queues:
@@ -162,16 +164,16 @@ class Prefetching:
                 await tier.read(job.part)
             finally:
                 queue.bytes -= job.part.bytes
-                self._tell()
+                self.tell()
             await trio.lowlevel.checkpoint()
 
     def _give_up(self, queue: _Queue, job: Job) -> None:
         queue.bytes -= job.part.bytes
         self.given_up_total += len(job.part.rows)
         self._below.give_up(job.part)
-        self._tell()
+        self.tell()
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
         """Those who wait look again."""
         self._moved.set()
         self._moved = trio.Event()

@@ -19,8 +19,9 @@ from trikv.core.errors import KvError, UnsupportedVersionError
 from trikv.nursery.service import Service
 from trikv.nursery.sessions import Session
 from trikv.nursery.status import Facts, write_status
-from trikv.process.accepting import Connection, read
+from trikv.process.accepting import Connection
 from trikv.process.callers import peer_pid, watched
+from trikv.process.edges import read
 from trikv.process.guards import at_once, fatal
 from trikv.process.guest import Guest
 from trikv.tiers.copies import Process

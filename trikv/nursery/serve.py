@@ -6,7 +6,6 @@ connections, calls drained until a deadline, copies ended, connections closed, m
 
 import asyncio
 import contextlib
-import gc
 import importlib.util
 import os
 import secrets
@@ -24,6 +23,7 @@ import structlog
 import trio
 
 from trikv import __version__, config
+from trikv.address import Address
 from trikv.config import Settings
 from trikv.core.cache import Cache
 from trikv.core.engines import Engines
@@ -40,6 +40,10 @@ from trikv.nursery.evicting import evict
 from trikv.nursery.keeping import Opened, PoolError, check, keep, opened
 from trikv.nursery.memories import Memories
 from trikv.nursery.metrics import Families
+from trikv.nursery.peerdoor import PEER_CONNECTIONS, peering_door
+from trikv.nursery.peering import first_of, peering_of
+from trikv.nursery.peerplan import engines_addr, peers_of
+from trikv.nursery.populating import populate
 from trikv.nursery.quotas import watch
 from trikv.nursery.recording import Recorder
 from trikv.nursery.rpc import opener
@@ -51,7 +55,8 @@ from trikv.nursery.takeover import TakeoverError, take_over
 from trikv.nursery.tiers import Tiers, below_of, disks_of, open_disks
 from trikv.options import SettingError
 from trikv.process.accepting import Listener
-from trikv.process.guest import Guest, StuckError
+from trikv.process.guest import Guest
+from trikv.process.hosting import collect_garbage, end_if_stuck
 from trikv.process.http import HttpServer, listen, url_of
 from trikv.process.listening import AddressError, bind, connections_for
 from trikv.process.logs import set_up_logging
@@ -67,10 +72,7 @@ BLOCKS_MAX = 1 << 24
 QUEUE_JOBS_MAX = 1_024
 COPIES_MAX = 320  # under way in a direction: more than one session may have, so none fills it
 SWEEP_S = 0.25
-COLLECT_S = 5.0
-POPULATE_RETRY_S = 2.0
 EXIT_USAGE = 2
-EXIT_STUCK = 70
 
 
 @dataclass(slots=True)
@@ -108,6 +110,10 @@ def build(settings: Settings, opened: Opened, guard: FreezeGuard | None) -> Daem
     )
     windows = Windows(settings.metric_hll_windows, now_s=0.0)
     engines = Engines(settings.max_engines)
+    keeper = keep(cache, engines.namespaces, opened.ledger) if opened.ledger else None
+    below = below_of(settings, cache)
+    epoch = time.time_ns()  # a name that differs after each start, not a clock
+    peering = peering_of(peers_of(settings), cache, below, pool, epoch)
     store = Store(
         cache,
         engines,
@@ -115,8 +121,10 @@ def build(settings: Settings, opened: Opened, guard: FreezeGuard | None) -> Daem
         windows,
         insight=Insight(cache.pages.capacity_bytes),
         recorder=Recorder(settings.record_trace) if settings.record_trace else None,
-        keeper=keep(cache, engines.namespaces, opened.ledger) if opened.ledger else None,
-        below=below_of(settings, cache),
+        keeper=keeper,
+        below=below,
+        shared=peering.shared if peering is not None else None,
+        remote=peering.remote if peering is not None else None,
     )
     staging_bytes = settings.gpu_staging // 2 // PAGE_ALIGN * PAGE_ALIGN  # a direction
     place = PoolPlace(pool.fd, pool.bytes, cache.pages.slab_bytes, staging_bytes)
@@ -129,9 +137,8 @@ def build(settings: Settings, opened: Opened, guard: FreezeGuard | None) -> Daem
     workers, jobs = COPIES_MAX, QUEUE_JOBS_MAX
     saving = Copying("save", memory, sessions, workers=workers, queue_jobs_max=jobs)
     loading = Copying("load", memory, sessions, workers=workers, queue_jobs_max=jobs, guard=guard)
-    tiers = Tiers(store, store.below) if store.below is not None else None
+    tiers = Tiers(store, below, peering=peering) if below is not None else None
     service = Service(store, sessions, saving, loading, memory, tiers)
-    epoch = time.time_ns()  # a name that differs after each start, not a clock
     return Daemon(settings, pool, service, Facts(epoch, 0.0, pool.backing, copiers, tiers))
 
 
@@ -179,7 +186,8 @@ async def run_tasks(
         if daemon.service.tiers is not None:
             await back.start(daemon.service.tiers.run)
         await back.start(evict, daemon.service.store)
-        back.start_soon(populate, daemon)
+        pages = daemon.service.store.cache.pages
+        back.start_soon(populate, daemon.pool, pages, daemon.facts)
         back.start_soon(collect_garbage)
         start_watching(back, daemon)
         async with trio.open_nursery() as copies:
@@ -214,68 +222,11 @@ async def stop_copies(service: Service, deadline_s: float) -> None:
     service.loading.stop()
 
 
-async def collect_garbage() -> None:
-    """Collect cycles here, on the thread that owns capnp's objects, and nowhere else.
-
-    pycapnp 2.2 ends the process when the collector frees its objects on another thread, and the
-    collector runs on whichever thread allocates. What is loaded at the start need not be walked.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    while True:
-        await trio.sleep(COLLECT_S)
-        gc.collect()
-
-
-async def populate(daemon: Daemon) -> None:
-    """Touch the pool in the background, slab by slab, so that no save waits for fresh pages.
-
-    Without memory for a slab it is tried again for ever; meanwhile a block whose pages cannot be
-    had is not saved.
-    """
-    pages, facts = daemon.service.store.cache.pages, daemon.facts
-    begin_s = trio.current_time()
-    for slab in range(pages.slab_count):
-        ready_bytes = slab * pages.slab_bytes
-        while reason := await _populate_slab(daemon.pool, ready_bytes, pages.slab_bytes):
-            if not facts.pool_fault:
-                log.error("pool.short", bytes_ready=ready_bytes, bytes_wanted=pages.capacity_bytes)
-            facts.pool_fault = f"the machine has no memory for the whole pool ({reason})"
-            await trio.sleep(POPULATE_RETRY_S)
-        facts.pool_fault = ""
-    log.debug(
-        "pool.touched", bytes=pages.capacity_bytes, took_s=round(trio.current_time() - begin_s, 3)
-    )
-
-
-async def _populate_slab(pool: pools.Pool, offset: int, length: int) -> str:
-    """Returns why that is not possible, empty when it is done."""
-    try:
-        await trio.to_thread.run_sync(pool.populate, offset, length)
-    except OSError as error:
-        return error.strerror or "unknown"
-    except RuntimeError as error:  # no thread could be started
-        return str(error)
-    return ""
-
-
-def end_if_stuck(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """An error that reached asyncio's loop; one of Trio's own means that it never runs again.
-
-    Then nothing here is true any more but that the process must end: copies may be under way of
-    which nobody knows, so no call may be answered. Engines see it and compute.
-    """
-    error = context.get("exception")
-    log.error("loop.failed", what=str(context.get("message")), reason=str(error), exc_info=error)
-    if isinstance(error, StuckError):
-        os._exit(EXIT_STUCK)
-
-
 async def host(daemon: Daemon) -> None:
     """Serve until SIGTERM or SIGINT; a second one ends at once."""
     settings, loop = daemon.settings, asyncio.get_running_loop()
     connections_wanted = 8 * settings.max_engines + 64
+    connections_wanted += PEER_CONNECTIONS if settings.metaserver_addr else 0
     connections_max = connections_for(connections_wanted)
     if connections_max < connections_wanted:
         log.warning(
@@ -286,8 +237,9 @@ async def host(daemon: Daemon) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: os._exit(1) if stop.is_set() else stop.set())
     with (
-        bind(settings.addr, os.environ) as (address, listening),
+        bind(engines_addr(settings), os.environ) as (address, listening),
         listen(settings.http_addr) as http,
+        peering_door(daemon.service.tiers) as door,
     ):
         daemon.facts.http = url_of(http)
         daemon.places.http, daemon.places.windows = http, state_path(settings.state_dir, address)
@@ -301,24 +253,16 @@ async def host(daemon: Daemon) -> None:
         async with capnp.kj_loop():
             daemon.facts.ticks.start()
             accepting = asyncio.create_task(listener.run(listening))
+            await door.open(guest)
             stopped = asyncio.create_task(stop.wait())
-            pages = daemon.service.store.cache.pages
-            log.info(
-                "daemon.ready",
-                addr=str(address),
-                http=daemon.facts.http,
-                pool_gib=round(pages.capacity_bytes / 2**30, 2),
-                slabs=pages.slab_count,
-                backing=daemon.pool.backing,
-                pid=os.getpid(),
-                version=__version__,
-            )
+            say_ready(daemon, address)
             ends: list[asyncio.Future[Any]] = [accepting, stopped, guest.ended, guest.failed]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             bugs = [one.exception() for one in (accepting, guest.failed) if one.done()]
             accepting.cancel()
             stopped.cancel()
             guest.failed.cancel()
+            await door.close()
             daemon.facts.state = "draining"
             daemon.service.sessions.is_shutting_down = True
             guest.close_calls()
@@ -333,6 +277,21 @@ async def host(daemon: Daemon) -> None:
     log.info("daemon.ended")
 
 
+def say_ready(daemon: Daemon, address: Address) -> None:
+    """Whoever has started this waits for the line."""
+    pages = daemon.service.store.cache.pages
+    log.info(
+        "daemon.ready",
+        addr=str(address),
+        http=daemon.facts.http,
+        pool_gib=round(pages.capacity_bytes / 2**30, 2),
+        slabs=pages.slab_count,
+        backing=daemon.pool.backing,
+        pid=os.getpid(),
+        version=__version__,
+    )
+
+
 def end_the_other(settings: Settings) -> None:
     """With `--takeover`, the daemon whose place this one has ends first.
 
@@ -342,7 +301,7 @@ def end_the_other(settings: Settings) -> None:
     if not settings.takeover:
         return
     begin_s = time.perf_counter()
-    other = take_over(settings.addr, os.environ, drain_s=settings.drain_seconds)
+    other = take_over(engines_addr(settings), os.environ, drain_s=settings.drain_seconds)
     if other is not None:
         took_s = round(time.perf_counter() - begin_s, 3)
         log.info("daemon.replaced", pid=other.pid, addr=str(other.address), took_s=took_s)
@@ -358,6 +317,7 @@ def main() -> None:
         policy_of(settings)
         tenants_of(settings, settings.pool_size or 0)
         disks_of(settings)
+        peers_of(settings)
         set_up_logging(settings.log_level, settings.log_format)
         end_the_other(settings)
         size = pool_bytes_for(settings)
@@ -376,6 +336,12 @@ def main() -> None:
         sys.exit(f"trikv-daemon: {error}")
     except SettingError as error:  # what only opening it could tell
         print(f"trikv-daemon: {error}", file=sys.stderr)  # noqa: T201  # the one clear line
+        sys.exit(EXIT_USAGE)
+    except BaseExceptionGroup as group:  # likewise, from within a task
+        refused, others = group.split(SettingError)
+        if refused is None or others is not None:
+            raise
+        print(f"trikv-daemon: {first_of(refused)}", file=sys.stderr)  # noqa: T201
         sys.exit(EXIT_USAGE)
     except MemoryError as error:
         sys.exit(f"trikv-daemon: no memory for the index; lower --max-blocks: {error}")

@@ -87,7 +87,7 @@ class Service:
         coming_s = 0.0
         if self.tiers is not None:
             self.tiers.queried(session.instance, call.request)
-            coming_s = self.tiers.prefetching.seconds() if hit.coming else 0.0
+            coming_s = self.tiers.seconds() if hit.coming else 0.0
         lease = hit.lease
         if lease is None:
             return Answer(0, 0, 0.0, hit.coming, coming_s)
@@ -151,7 +151,7 @@ class Service:
         self.sessions.use(session)
         self.store.release(session.instance, requests)
         if self.tiers is not None:
-            self.tiers.prefetching.released(session.instance, requests)
+            self.tiers.released(session.instance, requests)
 
     def heartbeat(self, session: Session) -> None:
         """The session is alive."""

@@ -11,6 +11,7 @@ from trikv.core.blocks import State
 from trikv.core.ceiling import TIERS
 from trikv.core.counters import CallCounts
 from trikv.nursery.copiers import Copiers
+from trikv.nursery.peer_status import write_cluster
 from trikv.nursery.service import Service
 from trikv.nursery.tiers import Tiers
 from trikv.process.ticks import Ticks
@@ -60,6 +61,8 @@ def write_status(status: Any, service: Service, facts: Facts) -> None:
     _write_insight(status, service)
     _write_tenants(status, service)
     _write_disks(status, facts)
+    if facts.tiers is not None and facts.tiers.peering is not None:
+        write_cluster(status.init("cluster"), facts.tiers.peering)
     counters = service.store.cache.counters.items()
     rows = status.init("counters", len(counters))
     for row, (name, value) in zip(rows, counters, strict=True):

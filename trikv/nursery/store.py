@@ -24,6 +24,8 @@ from trikv.core.keeper import Keeper
 from trikv.core.layout import GroupLayout
 from trikv.core.namespace import NAMESPACES_MAX, Namespace, origin_of
 from trikv.core.plans import Hit, Key, LoadPlan, SavePlan
+from trikv.core.remote import Remote
+from trikv.core.shared import Shared
 from trikv.core.windows import Windows, salt_of
 from trikv.core.words import InstanceName, RequestId, SessionId, SpaceId, Words
 from trikv.nursery.recording import Recorder
@@ -55,6 +57,8 @@ class Store:
     recorder: Recorder | None = None
     keeper: Keeper | None = None
     below: Below | None = None
+    shared: Shared | None = None  # with other nodes
+    remote: Remote | None = None  # likewise
     _asked: Asked = field(default_factory=Asked)
     _counting: dict[SpaceId, tuple[str, int]] = field(default_factory=dict)  # name and salt
 
@@ -125,6 +129,8 @@ class Store:
                 )
             if self.below is not None:
                 self.below.open_space(space, origin, page_bytes)
+            if self.shared is not None:
+                self.shared.open_space(space, origin)
 
     def _close_space(self, space: SpaceId) -> None:
         self.cache.close_space(space)
@@ -133,6 +139,8 @@ class Store:
             self.keeper.close_space(space)
         if self.below is not None:
             self.below.close_space(space)
+        if self.shared is not None:
+            self.shared.close_space(space)
 
     def _forget_namespace(self, namespace: Namespace) -> None:
         """Drop a namespace that has neither engines nor blocks."""
@@ -177,7 +185,7 @@ class Store:
         now_s = self.now_s()
         hit = self.cache.query(key, call.words, now_s=now_s)
         if self.below is not None and hit.count < len(call.words):
-            hit = replace(hit, coming=self.below.fetch(*self._rest(key, call, hit.count)).count)
+            hit = replace(hit, coming=self._look_further(self.below, key, call, hit.count))
             if hit.coming:
                 self.cache.counters.uncount_query(len(call.words), hit.count)
         self._answered.append((key, call, hit, now_s))
@@ -186,6 +194,16 @@ class Store:
         if hit.asked_before == 0:
             self._note(key, call.words, None)
         return hit
+
+    def _look_further(self, below: Below, key: Key, call: Query, count: int) -> int:
+        """Begin to bring up what lies behind the blocks at hand; how many may be coming."""
+        space, words, _, room = self._rest(key, call, count)
+        coming = below.fetch(space, words, count, room).count
+        if self.remote is not None:
+            coming += self.remote.seek(
+                key, words[: count + room], count + coming, now_s=self.now_s()
+            )
+        return coming
 
     def coming(self, name: InstanceName | None, call: Query) -> tuple[int, int]:
         """What `query` would find: blocks at hand, and blocks behind them that are coming.
@@ -202,7 +220,11 @@ class Store:
         lease = self.cache.leases.of_space(key.instance, key.request, key.space)
         held = 0 if lease is None else len(lease.entries)
         space, words, _, room = self._rest(key, call, count)
-        return count, self.below.coming(space, words, count, max(0, room + held - count))
+        limit = max(0, room + held - count)
+        coming = self.below.coming(space, words, count, limit)
+        if self.remote is not None:
+            coming += self.remote.pending(key, words[: count + limit], count + coming)
+        return count, coming
 
     def _rest(self, key: Key, call: Query, count: int) -> tuple[SpaceId, Words, int, int]:
         """Space, words, how many are at hand, and how many more may be promised."""
@@ -303,6 +325,8 @@ class Store:
                 self.keeper.retire_space(space)
             if self.below is not None:
                 self.below.drop_space(space)
+            if self.shared is not None:
+                self.shared.retire_space(space)
         self._open_spaces(namespace)
         return dropped
 

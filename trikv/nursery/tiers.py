@@ -21,6 +21,7 @@ from trikv.core.spills import Budget, Spills
 from trikv.core.superblock import UnusableDiskError
 from trikv.core.words import InstanceName, RequestId
 from trikv.nursery.disks import DiskTier
+from trikv.nursery.peering import Peering, first_of
 from trikv.nursery.prefetching import Prefetching
 from trikv.nursery.spilling import Spilling
 from trikv.nursery.store import Store
@@ -56,12 +57,16 @@ class Tiers:
     disks: list[DiskTier] = field(default_factory=list)
     broken: dict[str, str] = field(default_factory=dict)
     until_s: float = 0.0
+    peering: Peering | None = None
     prefetching: Prefetching = field(init=False)
     spilling: Spilling = field(init=False)
 
     def __post_init__(self) -> None:
         self.prefetching = Prefetching(self.below, self.disks)
         self.spilling = Spilling(self.below, self.disks)
+        if self.peering is not None:
+            self.prefetching.others_s = self.peering.fetching.seconds
+            self.peering.fetching.tell = self.prefetching.tell
 
     @property
     def faults(self) -> list[str]:
@@ -76,6 +81,8 @@ class Tiers:
             for one in self.disks:
                 nursery.start_soon(one.recover)
             nursery.start_soon(self.spilling.run)
+            if self.peering is not None:
+                await nursery.start(self.peering.run)
             task_status.started()
 
     def close_calls(self, until_s: float) -> None:
@@ -110,6 +117,18 @@ class Tiers:
             self.prefetching.begin(instance, request)
         if self.below.spills.hot_count:
             self.spilling.ring()
+        if self.peering is not None:
+            self.peering.fetching.ring()
+
+    def released(self, instance: InstanceName | None, requests: list[RequestId]) -> None:
+        """Requests have ended: what was begun for them has no hurry, or is not wanted."""
+        self.prefetching.released(instance, requests)
+        if self.store.remote is not None:
+            self.store.remote.ended(instance, requests)
+
+    def seconds(self) -> float:
+        """An estimate of how long what is coming takes."""
+        return self.prefetching.seconds()
 
     async def wait(self, instance: InstanceName | None, call: Query) -> None:
         """Until a query is worth answering; see `Prefetching.wait`."""
@@ -147,11 +166,11 @@ def disks_of(settings: Settings) -> DiskPlan:
 
 
 def below_of(settings: Settings, cache: Cache) -> Below | None:
-    """The core of what lies below a pool, without disks yet; None without any."""
-    if not settings.ssd_cache_path:
+    """The core of what lies below a pool, without disks yet; None without any, and other nodes."""
+    if not settings.ssd_cache_path and not settings.metaserver_addr:
         return None
-    budget = Budget(settings.ssd_write_budget)
-    return Below(cache, [], Spills(budget, write_through=settings.ssd_write_through))
+    spills = Spills(Budget(settings.ssd_write_budget), write_through=settings.ssd_write_through)
+    return Below(cache, [], spills, has_disks=bool(settings.ssd_cache_path))
 
 
 @asynccontextmanager
@@ -168,7 +187,7 @@ async def open_disks(plan: DiskPlan, tiers: Tiers, pool_address: int) -> AsyncIt
                 opened = open_disk(path, plan.capacity_bytes, ring=plan.ring)
                 disk = await stack.enter_async_context(opened)
             except (BadRequestError, UnusableDiskError, DiskFailedError, ExceptionGroup) as raised:
-                error = _first(raised)
+                error = first_of(raised)
                 if isinstance(error, BadRequestError):
                     refusal = f"--ssd-ring: {error}"
                     break
@@ -186,10 +205,3 @@ async def open_disks(plan: DiskPlan, tiers: Tiers, pool_address: int) -> AsyncIt
             yield
     if refusal:  # raised out here: on its way through the other disks it would become a group
         raise SettingError(refusal)
-
-
-def _first(error: BaseException) -> BaseException:
-    """The first error of a group, however deep."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

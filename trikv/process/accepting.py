@@ -17,7 +17,8 @@ import structlog
 
 from trikv import wire
 from trikv.core.counters import OK, CallCounts
-from trikv.core.errors import BadRequestError, KvError
+from trikv.core.errors import KvError, OverloadedError
+from trikv.process.edges import first_line, open_stream
 from trikv.process.guest import Guest
 
 log = structlog.get_logger()
@@ -38,11 +39,13 @@ class Connection:
 
     Attributes:
         calls: calls that have ended.
+        hang_up: ends the connection soon; set once it is served.
     """
 
     def __init__(self, guest: Guest, calls: CallCounts, counters: Refusals) -> None:
         self.guest = guest
         self.calls = calls
+        self.hang_up: Callable[[], object] = lambda: None
         self.loop = asyncio.get_running_loop()
         self._counters = counters
         self._refused = OK
@@ -73,31 +76,6 @@ class Connection:
         refusal.message = str(error)[:MESSAGE_CHARS_MAX]
 
 
-def read(function: Callable[[Any], Any], message: Any) -> Any:
-    """Read a message; what pycapnp cannot read is the sender's fault.
-
-    Raises:
-        BadRequestError: the message is malformed or breaks a bound.
-    """
-    try:
-        return function(message)
-    except (capnp.KjException, UnicodeDecodeError, ValueError, OverflowError) as error:
-        raise BadRequestError(f"unreadable message: {first_line(str(error))}") from None
-
-
-def first_line(text: str) -> str:
-    """What of pycapnp's errors can be shown."""
-    return text.partition("\n")[0][:200]
-
-
-async def open_stream(sock: socket.socket) -> Any:
-    """A connected socket as pycapnp takes it."""
-    if sock.family == socket.AF_UNIX:
-        return await capnp.AsyncIoStream.create_unix_connection(sock=sock)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return await capnp.AsyncIoStream.create_connection(sock=sock)
-
-
 class Listener:
     """Accepts connections and serves each until it ends.
 
@@ -112,6 +90,7 @@ class Listener:
         counters: Refusals,
         *,
         connections_max: int,
+        message_words_max: int = wire.MESSAGE_WORDS_MAX,
     ) -> None:
         """Make one.
 
@@ -120,11 +99,13 @@ class Listener:
             guest: told of bugs.
             counters: count what was turned away.
             connections_max: see the class.
+            message_words_max: longer messages are refused before they are read.
         """
         self._open_connection = open_connection
         self._guest = guest
         self._counters = counters
         self.connections_max = connections_max
+        self._message_words_max = message_words_max
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, listening: socket.socket) -> None:
@@ -183,21 +164,26 @@ class Listener:
             connection = self._open_connection(sock)
         except (KvError, OSError) as error:
             self._counters.connection_refused_total += 1
-            log.warning("connection.refused", reason=str(error))
+            said = log.debug if isinstance(error, OverloadedError) else log.warning
+            said("connection.refused", reason=str(error))
             sock.close()
             return
         try:
             stream = await open_stream(sock)
         except OSError as error:  # gone again
             log.debug("connection.lost", reason=error.strerror)
+            connection.close()
             sock.close()
             return
         server = None
+        task = asyncio.current_task()
+        assert task is not None
+        connection.hang_up = task.cancel
         try:
             server = capnp.TwoPartyServer(
                 stream,
                 bootstrap=connection.make_bootstrap(),
-                traversal_limit_in_words=wire.MESSAGE_WORDS_MAX,
+                traversal_limit_in_words=self._message_words_max,
             )
             await server.on_disconnect()
         except capnp.KjException as error:

@@ -53,7 +53,7 @@ Render = Callable[[], Awaitable[tuple[bytes, str]]]
 
 
 @contextlib.contextmanager
-def listen(given: str | None) -> Iterator[socket.socket | None]:
+def listen(given: str | None, usual: str = DEFAULT) -> Iterator[socket.socket | None]:
     """Listen on the given address, else on the usual one; None when there is to be no HTTP.
 
     Whoever names an address is told at once that it cannot be had. The usual one may be taken, by
@@ -66,7 +66,7 @@ def listen(given: str | None) -> Iterator[socket.socket | None]:
         yield None
         return
     try:
-        address = addresses.parse(given or DEFAULT)
+        address = addresses.parse(given or usual)
         if address.is_unix:
             raise ValueError(f"{given!r} is no host:port")  # noqa: TRY301  # one refusal for both
     except ValueError as error:

@@ -73,24 +73,44 @@ def bind(given: str | None, environ: Mapping[str, str]) -> Iterator[tuple[Addres
         yield loopback, _enter(stack, loopback)
 
 
-def _enter(stack: contextlib.ExitStack, address: Address) -> socket.socket:
+@contextlib.contextmanager
+def bind_tcp(address: Address, *, reaches_others: bool) -> Iterator[socket.socket]:
+    """Listen on one TCP address.
+
+    Args:
+        address: host and port; port 0 takes a free one.
+        reaches_others: whether other machines may reach it.
+
+    Raises:
+        AddressError: it is taken, cannot be made, or would be open to other machines.
+    """
+    with contextlib.ExitStack() as stack:
+        yield _enter(stack, address, reaches_others=reaches_others)
+
+
+def _enter(
+    stack: contextlib.ExitStack, address: Address, *, reaches_others: bool = False
+) -> socket.socket:
     try:
-        return stack.enter_context(_open(address))
+        return stack.enter_context(_open(address, reaches_others=reaches_others))
     except OSError as error:
         raise AddressError(f"--addr {address}: {error.strerror}") from None
 
 
 @contextlib.contextmanager
-def _open(address: Address) -> Iterator[socket.socket]:
-    opened = _open_unix(Path(address.path)) if address.is_unix else _open_tcp(address)
+def _open(address: Address, *, reaches_others: bool = False) -> Iterator[socket.socket]:
+    if address.is_unix:
+        opened = _open_unix(Path(address.path))
+    else:
+        opened = _open_tcp(address, reaches_others=reaches_others)
     with opened as sock:
         sock.setblocking(False)  # noqa: FBT003  # takes no keyword
         yield sock
 
 
 @contextlib.contextmanager
-def _open_tcp(address: Address) -> Iterator[socket.socket]:
-    if not address.is_loopback:
+def _open_tcp(address: Address, *, reaches_others: bool) -> Iterator[socket.socket]:
+    if not address.is_loopback and not reaches_others:
         raise AddressError(
             f"--addr {address}: other machines could reach it, and there is no cluster secret yet"
         )
@@ -98,8 +118,9 @@ def _open_tcp(address: Address) -> Iterator[socket.socket]:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind(address.target)
-        except OSError as error:
-            raise AddressError(f"--addr {address}: {error.strerror}") from None
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise AddressError(f"--addr {address}: {reason}") from None
         sock.listen(BACKLOG)
         yield sock
 

@@ -1,0 +1,184 @@
+"""One node fetches from another one's pool: what is believed, and what is left behind."""
+
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import trio
+
+from tests.tiers.loans import (
+    COUNT,
+    ORIGIN,
+    PAGE,
+    SPACE,
+    OwnerSide,
+    ReaderSide,
+    gone,
+    owning,
+    reading,
+    words,
+)
+from tests.tiers.peers import MARK
+from trikv.nursery import neighbours
+from trikv.nursery.neighbours import Neighbour
+from trikv.nursery.peerlink import PeerBusyError, PeerRefusedError
+from trikv.tiers.peer import Fetch, Outcome, PeerLostError
+
+
+@pytest.fixture
+async def owner_side() -> AsyncIterator[OwnerSide]:
+    async with owning() as side:
+        yield side
+
+
+@pytest.fixture
+async def reader_side(
+    owner_side: OwnerSide, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[ReaderSide]:
+    async with reading(owner_side, monkeypatch) as side:
+        yield side
+
+
+async def test_blocks_come_whole_and_the_owner_is_free(
+    owner_side: OwnerSide, reader_side: ReaderSide
+) -> None:
+    part = reader_side.wanted()
+    result = await reader_side.bring(part)
+    assert result.arrived.all()
+    assert reader_side.hits() == COUNT
+    assert reader_side.is_right(part, owner_side)
+    assert owner_side.calls == ["release with sums"]
+    assert owner_side.pins == 0
+
+
+async def test_bytes_with_another_sum_are_misses(
+    owner_side: OwnerSide, reader_side: ReaderSide
+) -> None:
+    def change() -> None:
+        owner_side.content(2)[100] ^= 1
+
+    owner_side.before_fetch = change
+    result = await reader_side.bring(reader_side.wanted())
+    assert result.arrived.tolist() == [True, True, False, True]
+    assert reader_side.hits() == 2
+    assert reader_side.node.wrong_blocks == 1
+
+
+async def test_what_was_read_under_a_grant_that_is_over_is_not_believed(
+    owner_side: OwnerSide, reader_side: ReaderSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch = Neighbour._fetch
+
+    async def late(self: Neighbour, *rest: Any) -> Any:
+        came = await fetch(self, *rest)
+        assert came.all()
+        owner_side.owner.leave(owner_side.peer)  # its connection is lost
+        await gone(owner_side)
+        return came
+
+    monkeypatch.setattr(Neighbour, "_fetch", late)
+    result = await reader_side.bring(reader_side.wanted())
+    assert not result.arrived.any()
+    assert reader_side.hits() == 0
+    assert reader_side.cache.pages.used_bytes == 0
+
+
+async def test_a_connection_that_died_unseen_is_dialled_again(
+    owner_side: OwnerSide, reader_side: ReaderSide
+) -> None:
+    part = reader_side.wanted()
+    await reader_side.bring(part)
+    reader_side.cache.retire_space(SPACE)
+    while reader_side.cache.drop_retired():
+        pass
+    owner_side.fails.append(PeerLostError("the connection is closed"))
+    again = await reader_side.bring(reader_side.wanted("s"))
+    assert again.arrived.all()
+    assert owner_side.dialled == 2
+
+
+async def test_a_node_that_fails_is_left_alone_for_a_while(
+    owner_side: OwnerSide, reader_side: ReaderSide
+) -> None:
+    owner_side.fails += [PeerLostError("gone")] * 2
+    assert not (await reader_side.bring(reader_side.wanted())).arrived.any()
+    assert owner_side.dialled == 1  # with a connection that is fresh nothing is tried twice
+    assert reader_side.node.state == "gone"
+    assert not (await reader_side.bring(reader_side.wanted("s"))).arrived.any()
+    assert owner_side.dialled == 1
+    reader_side.node._paused_until_s = -math.inf
+    owner_side.fails.clear()
+    assert (await reader_side.bring(reader_side.wanted("t"))).arrived.all()
+    assert reader_side.node.state == "serving"
+
+
+async def test_a_refusal_keeps_the_connection(
+    owner_side: OwnerSide, reader_side: ReaderSide
+) -> None:
+    owner_side.fails.append(PeerRefusedError("as much is lent as may be"))
+    assert not (await reader_side.bring(reader_side.wanted())).arrived.any()
+    reader_side.node._paused_until_s = -math.inf
+    assert (await reader_side.bring(reader_side.wanted("s"))).arrived.all()
+    assert owner_side.dialled == 1
+
+
+async def test_an_owner_that_has_lent_too_much_is_asked_again(
+    owner_side: OwnerSide, reader_side: ReaderSide
+) -> None:
+    owner_side.fails += [PeerBusyError("ask again")] * 3
+    assert (await reader_side.bring(reader_side.wanted())).arrived.all()
+    assert owner_side.dialled == 1
+
+
+async def test_what_cannot_be_fenced_is_kept_from_all_others(
+    owner_side: OwnerSide, reader_side: ReaderSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fetch(_self: object, one: Fetch) -> None:
+        await trio.lowlevel.checkpoint()
+        one.outcome[:] = [Outcome.ARRIVED, Outcome.UNFENCED, Outcome.FAILED, Outcome.ARRIVED]
+
+    monkeypatch.setattr(neighbours.Ways, "fetch", fetch)
+    part = reader_side.wanted()
+    result = await reader_side.bring(part)
+    assert result.unfenced.tolist() == [False, True, False, False]
+    assert reader_side.remote.unfenced_bytes == PAGE
+    assert reader_side.cache.pages.used_bytes >= PAGE  # for ever
+    assert reader_side.cache.filling_bytes == 0
+    del owner_side
+
+
+async def test_a_cancelled_fetch_writes_nothing_more_and_frees_its_pages(
+    owner_side: OwnerSide, reader_side: ReaderSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def forever(_self: object, _one: Fetch) -> None:
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(neighbours.Ways, "fetch", forever)
+    with trio.move_on_after(0.2):
+        await reader_side.bring(reader_side.wanted())
+    assert reader_side.cache.pages.used_bytes == 0
+    assert (reader_side.memory.memory == MARK).all()
+    owner_side.owner.leave(owner_side.peer)
+    await gone(owner_side)
+
+
+async def test_an_expired_grant_is_unpinned_after_its_streams_have_ended(
+    owner_side: OwnerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, order = owner_side.owner, []
+    withdraw = owner._tcp.withdraw
+
+    async def slow(token: bytes) -> None:
+        await withdraw(token)
+        await trio.sleep(0.3)
+        order.append(("cut", owner_side.pins))
+
+    monkeypatch.setattr(owner._tcp, "withdraw", slow)
+    lent = await owner.lend(owner_side.peer, ORIGIN, words(), ttl_s=0.1, wants_sums=False)
+    assert lent is not None
+    assert owner_side.pins == COUNT
+    await gone(owner_side)
+    assert order == [("cut", COUNT)]
+    told, _ = await owner.release(owner_side.peer, lent[0].grant.id, wants_sums=True)
+    assert not told

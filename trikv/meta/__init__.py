@@ -1,0 +1,1 @@
+"""The metaserver `trikv-meta`, and a daemon's way to it."""
