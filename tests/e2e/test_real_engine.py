@@ -18,6 +18,7 @@ import pytest
 from examples.tiny_model import Model, write_model
 from tests.conftest import Start
 from tests.integration.daemons import RunningDaemon, connected, start_daemon, status
+from tests.integration.hosts import cluster, joined, nothing_left
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
@@ -44,14 +45,21 @@ class Engine:
     """`examples/run_engine.py` in a process of its own."""
 
     def __init__(
-        self, start: Start, folder: Path, name: str, model: Path, *more: str, socket: Path | None
+        self,
+        start: Start,
+        folder: Path,
+        name: str,
+        model: Path,
+        *more: str,
+        socket: Path | None,
+        within: tuple[str, ...] = (),
     ) -> None:
         prompts = [{"name": key, "text": 4 * text} for key, text in TEXTS.items()]
         (folder / "prompts.json").write_text(json.dumps(prompts))
         self.out, self.log = folder / f"{name}.json", folder / f"{name}.log"
-        command = [sys.executable, str(ROOT / "examples" / "run_engine.py"), str(model)]
+        command = [*within, sys.executable, str(ROOT / "examples" / "run_engine.py"), str(model)]
         command += ["--prompts", str(folder / "prompts.json"), "--out", str(self.out), *more]
-        environ = dict(os.environ)
+        environ = os.environ | {"VLLM_HOST_IP": "127.0.0.1"}
         if socket is not None:
             command += ["--kv-transfer-config", CONNECTOR]
             environ["TRIKV_SOCKET"] = str(socket)
@@ -131,7 +139,30 @@ def kill_while_a_lease_is_held(daemon: RunningDaemon, engine: Engine) -> bool:
     return was_held
 
 
-@pytest.mark.timeout(1500)  # eight starts of an engine
+def test_an_engine_hits_what_one_of_another_host_computed(
+    start: Start, tmp_path: Path, model: Path
+) -> None:
+    """Two hosts with a daemon each and a metaserver; the blocks come over TCP."""
+    with cluster(start, tmp_path) as hosts:
+        hosts.meta()
+        daemons = [hosts.daemon() for _ in range(2)]
+        one, two = daemons
+        cold = Engine(
+            start, tmp_path, "cold", model, socket=one.path, within=hosts.host_of(one).within
+        ).finish()
+        assert [request["external_tokens"] for request in cold] == [0, 0, 0]
+        asyncio.run(joined(*daemons))
+        warm = Engine(
+            start, tmp_path, "warm", model, socket=two.path, within=hosts.host_of(two).within
+        ).finish()
+        print([(request["external_tokens"], request["prompt_tokens"]) for request in warm])  # noqa: T201
+        assert all(request["external_tokens"] > 0 for request in warm)
+        assert [one["output"] for one in warm] == [one["output"] for one in cold]
+        (peer,) = asyncio.run(status(two.address))["cluster"]["peers"]
+        assert peer["fetchedBlocks"] > 0
+        asyncio.run(nothing_left(*daemons))
+
+
 def test_the_demo_ends_well(start: Start) -> None:
     demo = start(
         [sys.executable, str(ROOT / "examples" / "demo.py")],
