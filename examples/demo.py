@@ -334,8 +334,8 @@ def demo(folder: Path, pool: str) -> list[str]:
     survivor, outage_s = run_through(folder, pool)
     wrong = report({**results, **below, "survivor": survivor}, tiers) + compare(results, counters)
     wrong += judge(below["from SSD"], tiers["from SSD"])
-    print("Engine 'survivor': its daemon was killed; the next one, with the same pool, answered")
-    print(f"the running engine {outage_s:.1f} s later.")
+    print("Engine 'survivor': its daemon was killed. The next one, on the same pool,")
+    print(f"answered the running engine {outage_s:.1f} s later.")
     return wrong
 
 

@@ -300,6 +300,9 @@ struct TenantStatus {
   usedBytes @1 :UInt64;             # pages of its sealed blocks
   floorBytes @2 :UInt64;            # what others' needs leave it
   shareBytes @3 :UInt64;            # with more it gives first
+  ssdUsedBytes @4 :UInt64;          # the same on the disks below the pool, all together
+  ssdFloorBytes @5 :UInt64;
+  ssdShareBytes @6 :UInt64;
 }
 
 struct DiskStatus {

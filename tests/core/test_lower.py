@@ -9,6 +9,7 @@ from cache_world import PAGE, words
 from trikv.core.blocks import DOOMED
 from trikv.core.lower import Lower, WritePlan, parts_of
 from trikv.core.slots import Recovered
+from trikv.core.tenants import Quota, Rules, Tenants
 from trikv.core.words import Entries, SpaceId
 
 ORIGIN = b"o" * 32
@@ -276,3 +277,40 @@ def test_nothing_is_written_before_all_is_found() -> None:
     lower, origin = new_lower(is_new=False)
     with pytest.raises(AssertionError):
         plan(lower, origin, [1])
+
+
+def test_a_scan_by_one_tenant_leaves_another_its_floor() -> None:
+    tenants = Tenants(8 * PAGE, Rules(Quota(0.25, 1.0)))
+    lower = Lower(2, 4 * PAGE, slot_bytes_min=PAGE, first_sequence=FIRST, tenants=tenants)
+    lower.end_adopting()
+    mine = lower.open_origin(b"m" * 32, (PAGE,), "mine")
+    theirs = lower.open_origin(b"t" * 32, (PAGE,), "theirs")
+    assert mine is not None
+    assert theirs is not None
+    for node in (11, 12, 13):
+        write(lower, mine, [node])
+    for node in range(100, 140):
+        write(lower, theirs, [node])
+    assert there(lower, mine, [11, 12, 13]) == [12, 13]
+    assert [(name, used) for name, used, _, _ in tenants.rows()] == [
+        ("mine", 2 * PAGE),
+        ("theirs", 6 * PAGE),
+    ]
+    tenants.follow(Rules(Quota(0.0, 1.0)))
+    for node in range(200, 240):
+        write(lower, theirs, [node])
+    assert there(lower, mine, [11, 12, 13]) == []
+
+
+def test_recovered_blocks_become_their_tenant_s_when_they_are_used() -> None:
+    tenants = Tenants(8 * PAGE, Rules(Quota(0.5, 1.0)))
+    lower = Lower(2, 4 * PAGE, slot_bytes_min=PAGE, first_sequence=FIRST, tenants=tenants)
+    lower.end_adopting()
+    origin = lower.open_origin(ORIGIN, (PAGE,))
+    assert origin is not None
+    entries = write(lower, origin, [1, 2])
+    assert lower.open_origin(ORIGIN, (PAGE,), "late") == origin
+    lower.touch(origin, entries)
+    assert [name for name, *_ in tenants.rows()] == ["late"]
+    lower.drop_origin(origin)
+    assert lower.pages.used_bytes == 0

@@ -180,6 +180,9 @@ def _tenants(rows: list[Facts]) -> list[str]:
         used, floor, share = (size(row[f"{what}Bytes"]) for what in ("used", "floor", "share"))
         name = cut(row["name"] or "(no name)", 37)
         lines.append(f"{name:<38}{used:>12}{floor:>12}{share:>12}")
+        if row.get("ssdUsedBytes"):  # a daemon of an earlier version says nothing of disks
+            sizes = (size(row[f"ssd{what}Bytes"]) for what in ("Used", "Floor", "Share"))
+            lines.append(f"{'  on SSD':<38}" + "".join(f"{one:>12}" for one in sizes))
     return lines
 
 

@@ -123,9 +123,11 @@ class Below:
 
     # -- spaces
 
-    def open_space(self, space: SpaceId, origin: bytes, page_bytes: tuple[int, ...]) -> None:
+    def open_space(
+        self, space: SpaceId, origin: bytes, page_bytes: tuple[int, ...], tenant: str = ""
+    ) -> None:
         """Blocks of a space are called `origin` on the disks; may be called again."""
-        numbers = tuple(lower.open_origin(origin, page_bytes) for lower in self.lowers)
+        numbers = tuple(lower.open_origin(origin, page_bytes, tenant) for lower in self.lowers)
         self._origins[space] = origin, numbers
 
     def close_space(self, space: SpaceId) -> None:

@@ -33,8 +33,10 @@ from trikv.core.index import Index
 from trikv.core.pages import NO_SHAPE, Pages
 from trikv.core.policies import leaf_first_lru
 from trikv.core.room import Room
+from trikv.core.rows import newest
 from trikv.core.slots import SLOT_BYTES_MIN, Recovered
 from trikv.core.superblock import ORIGIN_BYTES
+from trikv.core.tenants import Tenants
 from trikv.core.words import Entries, ShapeId, SpaceId, Words
 
 ROWS_MAX: Final = 1 << 22
@@ -88,6 +90,7 @@ class Lower:
         slot_bytes_min: int = SLOT_BYTES_MIN,
         first_sequence: int,
         seed: int = 0,
+        tenants: Tenants | None = None,
     ) -> None:
         capacity_bytes = region_count * region_bytes
         rows = min(ROWS_MAX, max(1, capacity_bytes // slot_bytes_min))
@@ -96,7 +99,9 @@ class Lower:
         self.pages = Pages(capacity_bytes, region_bytes, slot_bytes_min=slot_bytes_min)
         self.index = Index(rows, seed=seed)
         self.blocks = Blocks(rows)
-        self._room = Room(self.pages, self.blocks, self.index, self.counters, maker=leaf_first_lru)
+        self.tenants = tenants
+        parts = (self.pages, self.blocks, self.index, self.counters)
+        self._room = Room(*parts, maker=leaf_first_lru, tenants=tenants)
         self.recency = self._room.recency
         self.sequence = np.zeros(rows, np.int64)
         self.sums = np.zeros(rows, np.uint64)
@@ -111,8 +116,12 @@ class Lower:
 
     # -- origins
 
-    def open_origin(self, origin: bytes, page_bytes: tuple[int, ...]) -> SpaceId | None:
+    def open_origin(
+        self, origin: bytes, page_bytes: tuple[int, ...], tenant: str | None = None
+    ) -> SpaceId | None:
         """The number of an origin whose blocks have these pages; None: it has no place here.
+
+        Whose it is may be said later: blocks change hands with their next use.
 
         At the bound, with too many sizes of pages or a block larger than a region: None.
         """
@@ -129,6 +138,8 @@ class Lower:
         elif self._shapes[known] != shape:  # cannot be, as pages are part of the name
             self.drop_origin(known)
             self._shapes[known] = shape
+        if self.tenants is not None and tenant is not None:
+            self.tenants.assign(known, tenant)
         return known
 
     def drop_origin(self, origin: SpaceId) -> int:
@@ -288,7 +299,7 @@ class Lower:
         return count
 
     def _adopt(self, origin: SpaceId, shape: ShapeId, found: Recovered, rows: Int64s) -> int:
-        rows = _newest(found.words, found.sequences, rows)
+        rows = newest(found.words, found.sequences, rows)
         known = self.index.find(origin, found.words[rows])
         older = (known >= 0) & (self.sequence[known] < found.sequences[rows])
         self._drop(known[older])  # of a key that stands twice, the newer
@@ -361,17 +372,6 @@ def _by_origin(origins: NDArray[np.uint8]) -> Iterator[tuple[bytes, Int64s]]:
         is_same = np.logical_and.reduce([columns[rest, at] == one for at, one in enumerate(first)])
         yield first.tobytes(), rest[is_same]
         rest = rest[~is_same]
-
-
-def _newest(words: Words, sequences: Int64s, rows: Int64s) -> Int64s:
-    """Without rows whose key another one has with a higher sequence."""
-    firsts = np.sort(words[rows, 0])
-    if not bool((firsts[1:] == firsts[:-1]).any()):
-        return rows
-    order = rows[np.argsort(-sequences[rows], kind="stable")]
-    _, first = np.unique(words[order], axis=0, return_index=True)
-    kept: Int64s = np.sort(order[first])
-    return kept
 
 
 def parts_of(found: Recovered, records_max: int = 2_048) -> Iterator[Recovered]:

@@ -7,9 +7,10 @@ operation is most of what it costs.
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.words import Entries
+from trikv.core.words import Entries, Words
 
-Rows = NDArray[np.int64] | slice
+Int64s = NDArray[np.int64]
+Rows = Int64s | slice
 
 
 def rows_of(entries: Entries) -> Rows:
@@ -30,3 +31,16 @@ def rows_of(entries: Entries) -> Rows:
 def is_all(claims: NDArray[np.bool_]) -> bool:
     """As `claims.all()`, in a fifth of the time."""
     return 0 not in claims.tobytes()
+
+
+def newest(
+    words: Words, sequences: NDArray[np.int64], rows: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Without rows whose key another one has with a higher sequence."""
+    firsts = np.sort(words[rows, 0])
+    if not bool((firsts[1:] == firsts[:-1]).any()):
+        return rows
+    order = rows[np.argsort(-sequences[rows], kind="stable")]
+    _, first = np.unique(words[order], axis=0, return_index=True)
+    kept: Int64s = np.sort(order[first])
+    return kept

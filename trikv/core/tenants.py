@@ -58,10 +58,10 @@ class Rules:
 
 
 class Tenants:
-    """The tenants of one pool.
+    """The tenants of one pool, or of one disk below it.
 
     Attributes:
-        rules: may be replaced at any time; they count from the next eviction on.
+        rules: of now; see `follow`.
         asking: who wants room now.
 
     At the bound: tenants beyond `TENANTS_MAX` are one, named `OTHERS_NAME`.
@@ -75,6 +75,27 @@ class Tenants:
         self._numbers = {OTHERS_NAME: OTHERS}
         self._of_space: dict[SpaceId, int] = {}
         self._orders: list[TenantOrders] = []
+        self._beside: list[Tenants] = []
+
+    def beside(self, pool_bytes: int) -> "Tenants":
+        """The same tenants in another place: floors and shares are parts of its own size."""
+        made = Tenants(pool_bytes, self.rules)
+        self._beside.append(made)
+        return made
+
+    def follow(self, rules: Rules) -> None:
+        """Other rules, here and beside; they count from the next eviction on."""
+        for one in (self, *self._beside):
+            one.rules = rules
+
+    def rows_beside(self) -> dict[str, tuple[int, int, int]]:
+        """Bytes used, floor and share of each tenant that has blocks beside, all places summed."""
+        sums: dict[str, tuple[int, int, int]] = {}
+        for place in self._beside:
+            for name, *sizes in place.rows():
+                before = sums.get(name, (0, 0, 0))
+                sums[name] = (before[0] + sizes[0], before[1] + sizes[1], before[2] + sizes[2])
+        return sums
 
     def assign(self, space: SpaceId, name: str) -> None:
         """Blocks of this space are a tenant's."""

@@ -91,7 +91,13 @@ class DiskTier:
         self.disk = disk
         self.below = below
         self.number = len(below.lowers)
-        self.lower = Lower(disk.region_count, disk.region_bytes, first_sequence=disk.first_sequence)
+        tenants = below.cache.tenants
+        self.lower = Lower(
+            disk.region_count,
+            disk.region_bytes,
+            first_sequence=disk.first_sequence,
+            tenants=tenants and tenants.beside(disk.region_count * disk.region_bytes),
+        )
         below.lowers.append(self.lower)
         self.capacity_bytes = capacity_bytes
         self.scanned = trio.Event()

@@ -77,7 +77,7 @@ async def watch(path: str, tenants: Tenants) -> None:
         except SettingError as error:
             log.warning("quotas.refused", reason=str(error))
         else:
-            tenants.rules = rules
+            tenants.follow(rules)
             log.info("quotas.changed", tenant_count=len(rules.named))
 
 

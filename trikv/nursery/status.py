@@ -194,8 +194,12 @@ def _write_insight(status: Any, service: Service) -> None:
 
 def _write_tenants(status: Any, service: Service) -> None:
     tenants = service.store.cache.tenants
-    rows = list(tenants.rows()) if tenants is not None else []
-    for row, (name, used, floor, share) in zip(
-        status.init("tenants", len(rows)), rows, strict=True
-    ):
-        row.name, row.usedBytes, row.floorBytes, row.shareBytes = name, used, floor, share
+    if tenants is None:
+        return
+    in_pool = {name: sizes for name, *sizes in tenants.rows()}
+    on_disks = tenants.rows_beside()
+    names = list(in_pool | on_disks)
+    for row, name in zip(status.init("tenants", len(names)), names, strict=True):
+        row.name = name
+        row.usedBytes, row.floorBytes, row.shareBytes = in_pool.get(name, (0, 0, 0))
+        row.ssdUsedBytes, row.ssdFloorBytes, row.ssdShareBytes = on_disks.get(name, (0, 0, 0))

@@ -128,7 +128,7 @@ class Store:
                     space, self.cache.spaces[space].shape, origin, namespace.tenant
                 )
             if self.below is not None:
-                self.below.open_space(space, origin, page_bytes)
+                self.below.open_space(space, origin, page_bytes, namespace.tenant)
             if self.shared is not None:
                 self.shared.open_space(space, origin)
 
