@@ -194,10 +194,8 @@ def _write_insight(status: Any, service: Service) -> None:
 
 def _write_tenants(status: Any, service: Service) -> None:
     tenants = service.store.cache.tenants
-    if tenants is None:
-        return
-    in_pool = {name: sizes for name, *sizes in tenants.rows()}
-    on_disks = tenants.rows_beside()
+    in_pool = {name: sizes for name, *sizes in tenants.rows()} if tenants is not None else {}
+    on_disks = tenants.rows_beside() if tenants is not None else {}
     names = list(in_pool | on_disks)
     for row, name in zip(status.init("tenants", len(names)), names, strict=True):
         row.name = name
