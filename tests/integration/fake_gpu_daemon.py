@@ -168,8 +168,9 @@ def copier(daemon: Daemon) -> Copier:
     return daemon.facts.copiers.by_gpu[UUID.hex()]
 
 
-def maps(pid: int) -> str:
-    return Path(f"/proc/{pid}/maps").read_text()
+def maps(pid: int) -> set[str]:
+    """Inodes of what a process has mapped; a short one may stand in an address as well."""
+    return {line.split()[4] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
 
 
 async def until(check: Callable[[], object], limit_s: float = 10.0) -> None:
