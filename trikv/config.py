@@ -83,7 +83,7 @@ OPTIONS: Final = (
         "slab-size",
         size(1 << 20),
         None,
-        "unit in which models take room from each other; default: a 64th of the pool, 2mb to 128mb",
+        "unit in which models take room from each other; default: a 64th of the pool, 2mb to 80mb",
     ),
     Option(
         "use-hugepages",

@@ -17,7 +17,7 @@ from trikv.tiers import kept
 from trikv.tiers import pool as pools
 
 SLAB_BYTES_MIN: Final = 2 << 20
-SLAB_BYTES_MAX: Final = 128 << 20  # a slab changes hands in one step: at most 32,768 blocks, 7 ms
+SLAB_BYTES_MAX: Final = 80 << 20  # a slab changes hands in one step: at most 20,480 blocks, 8 ms
 SLABS_WANTED: Final = 64
 
 
