@@ -17,6 +17,7 @@ from trikv.core.index import Index
 from trikv.core.pages import Pages
 from trikv.core.plans import Limits, SpaceFacts
 from trikv.core.room import Room
+from trikv.core.rows import may_repeat
 from trikv.core.uses import Uses
 from trikv.core.words import Entries, SpaceId, Words
 
@@ -99,6 +100,5 @@ def check_distinct(words: Words) -> None:
     Raises:
         BadRequestError: it does.
     """
-    firsts = np.sort(words[:, 0])
-    if bool((firsts[1:] == firsts[:-1]).any()) and len(np.unique(words, axis=0)) < len(words):
+    if may_repeat(words) and len(np.unique(words, axis=0)) < len(words):
         raise BadRequestError("a block hash stands twice in one message")

@@ -25,6 +25,7 @@ from trikv.core.index import Index
 from trikv.core.pages import Pages
 from trikv.core.plans import SpaceFacts
 from trikv.core.room import Room
+from trikv.core.rows import may_repeat
 from trikv.core.words import Entries, Offsets, ShapeId, SpaceId, TransferId, Words
 
 
@@ -195,8 +196,7 @@ class Landings:
 
 def _distinct(words: Words, positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """Without those whose hash stands at an earlier one."""
-    firsts = np.sort(words[positions, 0])
-    if not bool((firsts[1:] == firsts[:-1]).any()):
+    if not may_repeat(words[positions]):
         return positions
     _, first = np.unique(words[positions], axis=0, return_index=True)
     kept: NDArray[np.int64] = positions[np.sort(first)]

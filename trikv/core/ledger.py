@@ -23,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trikv.core.blocks import RANKS_MAX
+from trikv.core.namespace import ORIGIN_BYTES
 from trikv.core.pages import PAGE_ALIGN, Slots
-from trikv.core.superblock import ORIGIN_BYTES
+from trikv.core.rows import newest
 from trikv.core.words import Words
 
 MAGIC: Final = b"trikv pool"
@@ -227,9 +228,8 @@ class Ledger:
 
     def _latest(self, slots: Slots, rows: NDArray[np.void]) -> NDArray[np.int64]:
         """Rows whose key stands in no later record; the others are struck."""
-        order = np.argsort(rows["sequence"], kind="stable")[::-1]
-        _, firsts = np.unique(rows["words"][order], axis=0, return_index=True)
-        keep: NDArray[np.int64] = np.sort(order[firsts])
+        words, sequences = rows["words"], rows["sequence"].astype(np.int64)
+        keep = newest(words, sequences, np.arange(len(rows)))
         is_kept = np.zeros(len(rows), np.bool_)
         is_kept[keep] = True
         self.strike(slots[~is_kept])

@@ -30,12 +30,12 @@ from trikv.core.blocks import FILLING, SEALED, Blocks
 from trikv.core.counters import Counters
 from trikv.core.errors import KvError
 from trikv.core.index import Index
+from trikv.core.namespace import ORIGIN_BYTES
 from trikv.core.pages import NO_SHAPE, Pages
 from trikv.core.policies import leaf_first_lru
 from trikv.core.room import Room
 from trikv.core.rows import newest
 from trikv.core.slots import SLOT_BYTES_MIN, Recovered
-from trikv.core.superblock import ORIGIN_BYTES
 from trikv.core.tenants import Tenants
 from trikv.core.words import Entries, ShapeId, SpaceId, Words
 

@@ -33,12 +33,17 @@ def is_all(claims: NDArray[np.bool_]) -> bool:
     return 0 not in claims.tobytes()
 
 
+def may_repeat(words: Words) -> bool:
+    """A quick look before a costly one: False when no key stands twice."""
+    firsts = np.sort(words[:, 0])
+    return not is_all(firsts[1:] != firsts[:-1])
+
+
 def newest(
     words: Words, sequences: NDArray[np.int64], rows: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Without rows whose key another one has with a higher sequence."""
-    firsts = np.sort(words[rows, 0])
-    if not bool((firsts[1:] == firsts[:-1]).any()):
+    if not may_repeat(words[rows]):
         return rows
     order = rows[np.argsort(-sequences[rows], kind="stable")]
     _, first = np.unique(words[order], axis=0, return_index=True)

@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from trikv.core import sums
 from trikv.core.blocks import RANKS_MAX
 from trikv.core.errors import BadRequestError
+from trikv.core.namespace import ORIGIN_BYTES
 from trikv.core.pages import PAGE_ALIGN
-from trikv.core.superblock import COPIES, ORIGIN_BYTES
+from trikv.core.superblock import COPIES
 from trikv.core.words import Words
 
 SLOT_BYTES_MIN: Final = 32 << 10

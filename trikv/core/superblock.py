@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trikv.core import sums
+from trikv.core.namespace import ORIGIN_BYTES
 from trikv.core.pages import PAGE_ALIGN
 
 MARK: Final = b"TriKV disk\r\n\x1a\n\0\0"
@@ -29,7 +30,6 @@ VERSION: Final = 1
 COPIES: Final = 2
 DELETE: Final = "delete it (a device: blkdiscard --zeroout)"
 VOIDS_MAX: Final = 96
-ORIGIN_BYTES: Final = 32
 EPOCH_SHIFT: Final = 40  # a trillion records an epoch
 
 _FRONT: Final = struct.Struct("<16sI?3x16sQQQQQQI4x")

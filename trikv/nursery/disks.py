@@ -23,8 +23,8 @@ from trikv.core.below import Below, ReadPart, SpillPart
 from trikv.core.blocks import SEALED
 from trikv.core.errors import NotReadyError
 from trikv.core.lower import Lower, parts_of
+from trikv.core.namespace import ORIGIN_BYTES
 from trikv.core.slots import Reads, Recovered, Writes
-from trikv.core.superblock import ORIGIN_BYTES
 from trikv.tiers.front import DiskFailedError
 from trikv.tiers.ssd import IoStalledError
 
