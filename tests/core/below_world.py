@@ -9,10 +9,11 @@ from cache_world import LEASE_S, PAGE, PAGES, SLAB, Who, drop_space, path_to, wo
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from trikv.core.adopting import parts_of
 from trikv.core.below import Below, ReadPart, SpillPart
 from trikv.core.blocks import ABSENT, SEALED
 from trikv.core.cache import Cache
-from trikv.core.lower import Lower, parts_of
+from trikv.core.lower import Lower
 from trikv.core.plans import Key, Limits
 from trikv.core.slots import Recovered
 from trikv.core.spills import Budget, Spills

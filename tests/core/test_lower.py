@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from cache_world import PAGE, words
 
+from trikv.core.adopting import parts_of
 from trikv.core.blocks import DOOMED
-from trikv.core.lower import Lower, WritePlan, parts_of
+from trikv.core.lower import Lower, WritePlan
 from trikv.core.slots import Recovered
 from trikv.core.tenants import Quota, Rules, Tenants
 from trikv.core.words import Entries, SpaceId

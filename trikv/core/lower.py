@@ -19,13 +19,13 @@ was cut anew, a newer record of its key exists, its origin was voided, or its by
 """
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trikv.core.adopting import bring_back, by_origin
 from trikv.core.blocks import FILLING, SEALED, Blocks
 from trikv.core.counters import Counters
 from trikv.core.errors import KvError
@@ -290,7 +290,7 @@ class Lower:
         rows = np.flatnonzero(np.isin(found.regions, cut))
         assert len(rows) == 0 or found.sequences[rows].max() < self.next_sequence
         count = 0
-        for raw, at in _by_origin(found.origins[rows]):
+        for raw, at in by_origin(found.origins[rows]):
             origin = self.open_origin(raw, page_bytes)
             mine = rows[at]
             if origin is not None:
@@ -303,19 +303,13 @@ class Lower:
         known = self.index.find(origin, found.words[rows])
         older = (known >= 0) & (self.sequence[known] < found.sequences[rows])
         self._drop(known[older])  # of a key that stands twice, the newer
-        rows = rows[older | (known < 0)][: self.blocks.unused_count]
-        wanted = found.regions[rows] * self.pages.slots_per_slab_max + found.positions[rows]
-        slots = self.pages.take(shape, wanted)
-        rows = rows[np.isin(wanted, slots)]
-        entries = self.blocks.reserve(slots, found.depths[rows], space=origin, rank_count=1)
-        if len(entries) == 0:
-            return 0
-        self.blocks.claim(entries, 0)
-        self.pages.set_owner(slots, entries)
-        self.index.insert(origin, found.words[rows], entries)
-        self.blocks.fill(entries, 0)
-        self.sequence[entries] = found.sequences[rows]
-        self.sums[entries] = found.sums[rows]
+        slots = found.regions[rows] * self.pages.slots_per_slab_max + found.positions[rows]
+        parts = self.pages, self.blocks, self.index
+        back, entries = bring_back(
+            *parts, origin, shape, slots, found.words[rows], found.depths[rows]
+        )
+        self.sequence[entries] = found.sequences[rows[back]]
+        self.sums[entries] = found.sums[rows[back]]
         return len(entries)
 
     def adopted(self) -> tuple[Entries, tuple[Int64s, Int64s]]:
@@ -361,37 +355,3 @@ class Lower:
             origin = SpaceId(self.blocks.space.item(entries.item(0)))
             self._room.orders[self._shapes[origin]].forget(entries)
             self._room.free(self.blocks.drop(entries))
-
-
-def _by_origin(origins: NDArray[np.uint8]) -> Iterator[tuple[bytes, Int64s]]:
-    """The origins of a batch, mostly one or a few, and which rows are of each."""
-    columns = np.ascontiguousarray(origins).view(np.uint64).reshape(-1, ORIGIN_BYTES // 8)
-    rest = np.arange(len(columns))
-    while len(rest):
-        first = columns[rest[0]]
-        is_same = np.logical_and.reduce([columns[rest, at] == one for at, one in enumerate(first)])
-        yield first.tobytes(), rest[is_same]
-        rest = rest[~is_same]
-
-
-def parts_of(found: Recovered, records_max: int = 2_048) -> Iterator[Recovered]:
-    """The same in parts that `adopt` is done with in some milliseconds; whole regions."""
-    counts = np.array([np.count_nonzero(found.regions == region) for region in found.cut], np.int64)
-    part = (np.cumsum(counts) - counts) // records_max
-    for number in np.unique(part).tolist():
-        at = part == number
-        rows = np.isin(found.regions, found.cut[at])
-        pages = tuple(one for one, mine in zip(found.page_bytes, at, strict=True) if mine)
-        yield Recovered(
-            found.cut[at],
-            found.slot_bytes[at],
-            pages,
-            found.regions[rows],
-            found.positions[rows],
-            found.origins[rows],
-            found.words[rows],
-            found.depths[rows],
-            found.sequences[rows],
-            found.sums[rows],
-            found.lengths[rows],
-        )
