@@ -134,14 +134,21 @@ class Below:
         """The pool has forgotten a space; unknown ones are fine."""
         self._origins.pop(space, None)
 
-    def drop_space(self, space: SpaceId) -> bytes:
-        """Forget all blocks of a space on all disks; returns its origin, also in `voids`."""
-        origin, numbers = self._origins[space]
-        for lower, number in zip(self.lowers, numbers, strict=True):
-            if number is not None:
-                lower.drop_origin(number)
+    def retire_space(self, space: SpaceId) -> None:
+        """Nobody can reach a space any more, on any disk; see `Lower.retire_origin`.
+
+        Its origin is in `voids` now. What is being read or written for it ends as it would have;
+        nothing more is found, read or written.
+        """
+        origin, _ = self._origins[space]
+        for lower in self.lowers:
+            lower.retire_origin(origin)
+        self._origins[space] = origin, ()
         self.voids.append(origin)
-        return origin
+
+    def drop_retired(self) -> bool:
+        """Forget some of what was retired, on one disk; False: there was nothing to do."""
+        return any(lower.drop_retired() for lower in self.lowers)
 
     def origin(self, space: SpaceId) -> bytes:
         """What a space's blocks are called on the disks."""
