@@ -9,6 +9,10 @@ from cache_world import words
 from trikv.core.slots import Recovered
 
 
+def origin_of(space: int) -> bytes:
+    return bytes([space]) * 32
+
+
 class FakeMedium:
     """What a disk holds: bytes and records of slots, headers of regions, voids."""
 

@@ -4,16 +4,17 @@ import random
 import sys
 
 import numpy as np
-from below_medium import FakeMedium
+from below_medium import FakeMedium, origin_of
 from cache_world import LEASE_S, PAGE, PAGES, SLAB, Who, path_to, words
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from trikv.core.adopting import parts_of
-from trikv.core.below import Below, ReadPart, SpillPart
+from trikv.core.below import Below
 from trikv.core.blocks import ABSENT, SEALED
 from trikv.core.cache import Cache
 from trikv.core.lower import Lower
+from trikv.core.parts import ReadPart, SpillPart  # noqa: TC001  # nothing else is in it
 from trikv.core.plans import Key, Limits
 from trikv.core.spills import Budget, Spills
 from trikv.core.words import Entries, InstanceName, RequestId, SpaceId
@@ -30,10 +31,6 @@ MASK = st.sampled_from([0, 0, 0, 0, 0, 0, 1, 2, 4, 63])
 
 def sum_of(tag: object) -> int:
     return hash(tag) & (2**64 - 1)
-
-
-def origin_of(space: int) -> bytes:
-    return bytes([space]) * 32
 
 
 class BelowMachine(RuleBasedStateMachine):
@@ -226,14 +223,16 @@ class BelowMachine(RuleBasedStateMachine):
 
     @rule(is_full=st.booleans(), most=st.sampled_from([PAGE, 4 * PAGE, 100 * PAGE]))
     def spill(self, is_full: bool, most: int) -> None:  # noqa: FBT001  # hypothesis
-        if self.writes:  # one batch at a time, as the shell does
+        busy = {part.disk for part in self.writes}  # one batch at a time on each, as the shell does
+        idle = set(range(len(self.lowers))) - busy
+        if not idle:
             return
         waiting = self.below.spills.next(is_full=is_full, now_s=self.now_s)
         if waiting is None:
             return
         before = [self.sealed(lower) for lower in self.lowers]
         evicted = [lower.counters.evicted_blocks_total for lower in self.lowers]
-        parts, has_more = self.below.spill(waiting.chain, most)
+        parts, has_more = self.below.spill(waiting.chain, most, idle)
         if has_more:
             self.below.spills.put_back(waiting)
         for lower, old, count in zip(self.lowers, before, evicted, strict=True):
@@ -243,6 +242,10 @@ class BelowMachine(RuleBasedStateMachine):
             for region in part.plan.cuts:
                 self.mediums[part.disk].cut(region, part.plan.page_bytes)
         self.writes += parts
+        names = [
+            (one.chain.space, node) for one in self.writes for node in one.words[:, 0].tolist()
+        ]
+        assert len(set(names)) == len(names)  # no two disks write one block at a time
 
     @precondition(lambda self: self.writes)
     @rule(which=WHICH, failed=MASK)

@@ -1,6 +1,7 @@
-"""A daemon that is killed while it forgets: what was reset is never found again.
+"""Resets and disks: what was reset is never found again, also after a kill while it is dropped.
 
-The same keys have other bytes after each reset, so that a block of an earlier life shows.
+In the test that kills, the same keys have other bytes after each reset, so that a block of an
+earlier life shows.
 """
 
 import asyncio
@@ -12,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Start
-from tests.integration.daemons import Engine, RunningDaemon, attached, failed, wire_ok
+from tests.integration import disks
+from tests.integration.daemons import (
+    Engine,
+    RunningDaemon,
+    attached,
+    failed,
+    wire_code,
+    wire_ok,
+)
 from tests.integration.disks import ask, prompt, with_disk
 
 PAGE = 4096
@@ -83,3 +92,46 @@ def test_killed_while_it_forgets(
         assert gone == 0
         came_back += old
     assert came_back > 0  # or this shows nothing
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_what_was_reset_never_returns(start: Start, tmp_path: Path, end: signal.Signals) -> None:
+    async def first() -> None:
+        async with attached(daemon.address, **disks.engine_options()) as engine:
+            await disks.save(engine, "a")
+            await disks.save(engine, "b", 8)
+            await disks.quiet(daemon)
+            assert wire_ok((await engine.session.reset()).reply).droppedCount > 0
+            assert await disks.load(engine, "a") == 0
+            await disks.save(engine, "b", 4)
+            await disks.quiet(daemon, lambda facts: facts["disks"][0]["blockCount"] == 4)
+
+    async def second() -> None:
+        async with attached(daemon.address, **disks.engine_options()) as engine:
+            assert await disks.load(engine, "a") == 0
+            assert await disks.load(engine, "b", 8) == 4
+
+    daemon = with_disk(start, tmp_path, "--ssd-write-through", "--pool-size", "16mb")
+    asyncio.run(first())
+    daemon.end(end)
+    daemon = with_disk(start, tmp_path, "--ssd-write-through", "--pool-size", "16mb")
+    asyncio.run(second())
+
+
+def test_a_reset_that_the_disk_does_not_take_is_not_answered_as_done(
+    start: Start, tmp_path: Path
+) -> None:
+    async def serve() -> None:
+        async with attached(daemon.address, **disks.engine_options()) as engine:
+            await disks.save(engine, "a", 8)
+            await disks.quiet(daemon)
+            faults.set("full")
+            reply = (await engine.session.reset()).reply
+            assert wire_code(reply) == "not-ready"
+            assert "cannot be told to forget" in reply.error.message
+            assert await disks.load(engine, "a", 8) == 0
+
+    faults = disks.Faults(tmp_path)
+    arguments = ("--ssd-ring", "threads", "--ssd-write-through")
+    daemon = with_disk(start, tmp_path, *arguments, before=faults.before)
+    asyncio.run(serve())
