@@ -25,12 +25,12 @@ from trikv.core.below import Below
 from trikv.core.blocks import SEALED
 from trikv.core.cache import Cache
 from trikv.core.calls import Declare, GroupPieces, Query, Register, Save
+from trikv.core.disklayout import SLOT_BYTES_MIN
 from trikv.core.engines import Engines
 from trikv.core.layout import Piece, Range
 from trikv.core.lower import Lower
 from trikv.core.pages import PAGE_ALIGN
 from trikv.core.plans import Limits
-from trikv.core.slots import SLOT_BYTES_MIN
 from trikv.core.spills import Budget, Spills
 from trikv.core.windows import Windows
 from trikv.core.words import InstanceName, RequestId, Words

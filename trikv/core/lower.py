@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from trikv.core.adopting import bring_back, by_origin
 from trikv.core.blocks import SEALED, Blocks
 from trikv.core.counters import Counters
+from trikv.core.disklayout import SLOT_BYTES_MIN
 from trikv.core.errors import KvError
 from trikv.core.index import Index
 from trikv.core.namespace import ORIGIN_BYTES
@@ -38,7 +39,7 @@ from trikv.core.policies import leaf_first_lru
 from trikv.core.retired import Retired
 from trikv.core.room import Room
 from trikv.core.rows import newest
-from trikv.core.slots import SLOT_BYTES_MIN, Recovered
+from trikv.core.slots import Recovered
 from trikv.core.tenants import Tenants
 from trikv.core.words import Entries, ShapeId, SpaceId, Words
 
