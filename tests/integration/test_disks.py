@@ -291,50 +291,6 @@ def test_all_families_of_a_disk_are_shown(start: Start, tmp_path: Path) -> None:
     assert daemon.end() == 0
 
 
-def test_a_disk_grows_at_the_next_start(start: Start, tmp_path: Path) -> None:
-    """It keeps what it has, and has room for more than before."""
-
-    async def run(names: str) -> int:
-        async with attached(daemon.address, **engine_options()) as engine:
-            found = [await load(engine, name) for name in names]
-            for name, count in zip(names, found, strict=True):
-                if count < BLOCKS:
-                    await save(engine, name)
-                    await quiet(daemon)
-        return sum(count == BLOCKS for count in found)
-
-    daemon = with_disk(start, tmp_path, THROUGH, capacity="8mb")
-    assert asyncio.run(run("abc")) == 0
-    daemon.end(signal.SIGKILL)
-    daemon = with_disk(start, tmp_path, THROUGH, capacity="48mb")
-    assert asyncio.run(run("abc")) > 0
-    assert asyncio.run(run("defghi")) == 0
-    facts = asyncio.run(quiet(daemon))
-    assert facts["disks"][0]["capacityBytes"] == 48 << 20
-    assert daemon.end() == 0
-    daemon = with_disk(start, tmp_path, THROUGH, capacity="48mb")
-    assert asyncio.run(run("abcdefghi")) == 9
-
-
-def test_two_sizes_of_pages_share_a_disk(start: Start, tmp_path: Path) -> None:
-    sizes = {"large": 128 << 10, "small": 8 << 10}
-
-    async def run(*, saves: bool) -> None:
-        for name, page_bytes in sizes.items():
-            options = engine_options(page_bytes=page_bytes, fields={"model": name})
-            async with attached(daemon.address, name=name, **options) as engine:
-                if saves:
-                    await save(engine, name, 12)
-                    await quiet(daemon)
-                assert await load(engine, name, 12) == 12
-
-    daemon = with_disk(start, tmp_path, THROUGH, "--pool-size", "8mb")
-    asyncio.run(run(saves=True))
-    assert daemon.end() == 0
-    daemon = with_disk(start, tmp_path, THROUGH, "--pool-size", "8mb")
-    asyncio.run(run(saves=False))
-
-
 def test_of_two_disks_one_fails(start: Start, tmp_path: Path) -> None:
     async def serve() -> None:
         async with attached(daemon.address, **engine_options()) as engine:
