@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +26,39 @@ from trikv.connector.client import Client, Introduction, Settings
 
 READY_S = 30.0
 HASH_BYTES = 32
+Child = subprocess.Popen[bytes]
 
 
 def die_with_parent() -> None:
     """Make the kernel kill this child when the benchmark is gone."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+
+
+def command(address: str, *arguments: str) -> list[str]:
+    """What starts a daemon."""
+    return [sys.executable, "-m", "trikv.nursery.serve", "--addr", address, *arguments]
+
+
+def start(words: list[str], log: IO[str] | int = subprocess.DEVNULL) -> Child:
+    """Begin to start a process that ends with this one; does not wait for it."""
+    return subprocess.Popen(words, stderr=log, preexec_fn=die_with_parent)  # noqa: PLW1509
+
+
+@contextlib.contextmanager
+def serving(words: list[str], log: Path, ready: str, ready_s: float = READY_S) -> Iterator[Child]:
+    """Run a process that says in its log when it is ready, until the block ends."""
+    with log.open("w") as stderr:
+        child = start(words, stderr)
+    try:
+        deadline_s = time.monotonic() + ready_s
+        while ready not in log.read_text():
+            if child.poll() is not None or time.monotonic() > deadline_s:
+                raise RuntimeError(log.read_text())
+            time.sleep(0.02)
+        yield child
+    finally:
+        child.terminate()
+        child.wait(30)
 
 
 @contextlib.contextmanager
@@ -39,28 +67,14 @@ def daemon(*arguments: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         address = f"unix:{folder}/trikv.sock"
         log = Path(os.environ.get("BENCH_LOGS", folder)) / f"daemon-{time.time_ns()}.log"
-        with log.open("w") as stderr:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "trikv.nursery.serve", "--addr", address, *arguments],
-                stderr=stderr,
-                preexec_fn=die_with_parent,  # noqa: PLW1509  # no threads yet
-            )
-        try:
-            deadline_s = time.monotonic() + READY_S
-            while "daemon.ready" not in log.read_text():
-                if child.poll() is not None or time.monotonic() > deadline_s:
-                    raise RuntimeError(log.read_text())
-                time.sleep(0.02)
+        with serving(command(address, *arguments), log, "daemon.ready"):
             yield address
-        finally:
-            child.terminate()
-            child.wait(30)
 
 
 def status(address: str) -> dict[str, Any]:
     """What `trikv status --json` says."""
-    command = [sys.executable, "-m", "trikv.cli.main", "status", "--json", "--addr", address]
-    facts: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=-1).stdout)
+    words = [sys.executable, "-m", "trikv.cli.main", "status", "--json", "--addr", address]
+    facts: dict[str, Any] = json.loads(subprocess.run(words, check=True, stdout=-1).stdout)
     return facts
 
 

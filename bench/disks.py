@@ -13,7 +13,8 @@ import trio
 from numpy.typing import NDArray
 
 from bench.lines import Line
-from trikv.core.slots import Reads, Regions, Writes, layout_for, make_header, make_records
+from trikv.core.disklayout import layout_for
+from trikv.core.slots import Reads, Regions, Writes, make_header, make_records
 from trikv.core.superblock import Superblock
 from trikv.tiers.ring import open_ring
 from trikv.tiers.rings import make_queue
@@ -201,12 +202,12 @@ def synthetic(path: Path, records: int) -> Superblock:
     regions = Regions(layout, superblock.tag)
     rng = np.random.default_rng(1)
     with path.open("wb") as file:
-        file.truncate(layout.regions_offset + layout.region_count * layout.region_bytes)
+        file.truncate(layout.end)
         for region in range(regions_wanted):
             regions.cut(region, 1, page)
-            file.seek(layout.headers_offset + region * 4096)
+            file.seek(layout.headers_at(np.array(region)).item())
             file.write(make_header(superblock.tag, region, 1, page))
-            file.seek(layout.records_offset + region * layout.records_bytes)
+            file.seek(layout.records_at(np.array(region)).item())
             file.write(make_records(regions, random_writes(rng, region, per, page)).tobytes())
         file.flush()
         os.fsync(file.fileno())

@@ -18,7 +18,6 @@ import gc
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ import capnp
 import numpy as np
 
 from bench.core_ops import huge_page_s, resident_bytes
-from bench.daemons import die_with_parent
+from bench.daemons import serving
 from bench.lines import Line, print_json, print_table
 from trikv import address as addresses
 from trikv.core.adverts import PORTION_KEYS_MAX, Part
@@ -222,19 +221,9 @@ def metaserver(memory: int) -> Iterator[tuple[str, int]]:
         log = Path(folder) / "meta.log"
         command = [sys.executable, "-m", "trikv.meta.serve", "--addr", "127.0.0.1:0"]
         command += ["--http-addr", "off", "--memory", str(memory), "--log-format", "json"]
-        with log.open("w") as stderr:
-            child = subprocess.Popen(command, stderr=stderr, preexec_fn=die_with_parent)  # noqa: PLW1509
-        try:
-            deadline_s = time.monotonic() + READY_S
-            while "meta.ready" not in log.read_text():
-                if child.poll() is not None or time.monotonic() > deadline_s:
-                    raise RuntimeError(log.read_text())
-                time.sleep(0.02)
+        with serving(command, log, "meta.ready", READY_S) as child:
             ready = next(line for line in log.read_text().splitlines() if "meta.ready" in line)
             yield json.loads(ready)["addr"], child.pid
-        finally:
-            child.terminate()
-            child.wait(30)
 
 
 async def joined(address: str, number: int) -> Link:

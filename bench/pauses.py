@@ -21,12 +21,17 @@ import trio
 from numpy.typing import NDArray
 
 from bench.lines import Line, print_json, print_table
+from trikv.core.below import Below
+from trikv.core.blocks import SEALED
 from trikv.core.cache import Cache
 from trikv.core.calls import Declare, GroupPieces, Query, Register, Save
+from trikv.core.disklayout import SLOT_BYTES_MIN
 from trikv.core.engines import Engines
 from trikv.core.layout import Piece, Range
+from trikv.core.lower import Lower
 from trikv.core.pages import PAGE_ALIGN
 from trikv.core.plans import Limits
+from trikv.core.spills import Budget, Spills
 from trikv.core.windows import Windows
 from trikv.core.words import InstanceName, RequestId, Words
 from trikv.nursery.choices import slab_bytes_for
@@ -141,36 +146,51 @@ class Engine:
         return found.hit_count
 
 
-async def measure(blocks: int, lines: list[Line]) -> None:
-    """Fill the pool, then make blocks go."""
+@dataclass(slots=True)
+class Rig:
+    """The service over a pool, and what it stands on."""
+
+    store: Store
+    copying: list[Copying]
+    service: Service
+
+
+def rig(blocks: int, below: Callable[[Cache], Below | None] = lambda _: None) -> Rig:
+    """A daemon with so many blocks of 4 KiB."""
     pool_bytes = blocks * PAGE_ALIGN
-    cache = Cache(
-        pool_bytes,
-        slab_bytes_for(pool_bytes, None),
-        entries_max=blocks,
-        seed=1,
-        limits=Limits(),
-    )
+    slab_bytes = slab_bytes_for(pool_bytes, None)
+    cache = Cache(pool_bytes, slab_bytes, entries_max=blocks, seed=1, limits=Limits())
     windows = Windows((900.0,), now_s=trio.current_time())
-    store = Store(cache, Engines(4), trio.current_time, windows)
+    store = Store(cache, Engines(4), trio.current_time, windows, below=below(cache))
     memory = NoMemory()
     sessions = Sessions(store, 8, 3600.0, memory.detach)
     copying = [Copying(name, memory, sessions, workers=4, queue_jobs_max=64) for name in "sl"]
-    service = Service(store, sessions, *copying, memory)
+    return Rig(store, copying, Service(store, sessions, *copying, memory))
+
+
+def freeze() -> None:
+    """No collection of garbage in the midst of a measurement."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+
+async def measure_pool(blocks: int, lines: list[Line]) -> None:
+    """Fill the pool, then make blocks go."""
+    made = rig(blocks)
+    cache, service = made.store.cache, made.service
     case, steps = f"{blocks} blocks of 4 KiB", Steps()
     part = blocks // PART // PROMPT
     async with trio.open_nursery() as nursery:
-        for one in copying:
+        for one in made.copying:
             await nursery.start(one.run)
-        await nursery.start(evict, store)
+        await nursery.start(evict, made.store)
         first, second = Engine(service, "a", PAGE_ALIGN), Engine(service, "b", 2 * PAGE_ALIGN)
         await first.attach()
         await second.attach()
         while cache.counters.evicted_blocks_total == 0:
             await first.save()
-        gc.collect()
-        gc.freeze()
-        gc.disable()
+        freeze()
         trio.lowlevel.add_instrument(steps)
         for name, engine in (("the same model", first), ("another model", second)):
             before = cache.counters.evicted_blocks_total
@@ -183,6 +203,49 @@ async def measure(blocks: int, lines: list[Line]) -> None:
             await trio.sleep(0.001)
         lines += steps.lines(f"{case}, reset")
         nursery.cancel_scope.cancel()
+
+
+async def measure_disk(blocks: int, lines: list[Line]) -> None:
+    """Fill a disk, then reset."""
+    region_bytes = 64 << 20
+    slots = region_bytes // SLOT_BYTES_MIN
+    lower = Lower(-(-blocks // slots), region_bytes, first_sequence=1)
+    lower.end_adopting()
+    made = rig(
+        64 * PROMPT, lambda cache: Below(cache, [lower], Spills(Budget(None)), has_disks=False)
+    )
+    below, steps = made.store.below, Steps()
+    assert below is not None
+    async with trio.open_nursery() as nursery:
+        for one in made.copying:
+            await nursery.start(one.run)
+        await nursery.start(evict, made.store)
+        engine = Engine(made.service, "a", PAGE_ALIGN)
+        await engine.attach()
+        (space,) = made.store.cache.spaces
+        number, none = lower.open_origin(below.origin(space), (PAGE_ALIGN,)), np.empty(0, np.int32)
+        assert number is not None
+        depths = np.arange(PROMPT, dtype=np.int32)
+        while lower.counters.evicted_blocks_total == 0:
+            plan = lower.prepare_write(number, engine.words(), depths, kin=none)
+            written = np.ones(len(plan.entries), np.bool_)
+            lower.complete_write(plan, written, np.zeros(len(written), np.uint64), kin=none)
+        held = lower.blocks.counts[SEALED]
+        freeze()
+        trio.lowlevel.add_instrument(steps)
+        await made.service.reset(engine.session)
+        while lower.blocks.counts[SEALED]:
+            assert await engine.ask(await engine.save()) == PROMPT
+            await trio.sleep(0.001)
+        lines += steps.lines(f"{held} blocks on a disk, reset")
+        nursery.cancel_scope.cancel()
+
+
+async def measure(blocks: int, lines: list[Line]) -> None:
+    """All of it."""
+    await measure_pool(blocks, lines)
+    gc.enable()
+    await measure_disk(blocks, lines)
 
 
 def main() -> int:

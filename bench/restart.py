@@ -15,7 +15,6 @@ import os
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -42,19 +41,13 @@ class Host:
 
     def __init__(self, folder: Path, pool_bytes: int, address: str) -> None:
         self.address = address
-        self._arguments = ["--addr", address, "--persist", str(folder), "--http-addr", "off"]
-        self._arguments += ["--pool-size", str(pool_bytes)]
-        self._children: list[subprocess.Popen[bytes]] = []
+        arguments = ["--persist", str(folder), "--http-addr", "off", "--pool-size", str(pool_bytes)]
+        self._command = daemons.command(address, *arguments)
+        self._children: list[daemons.Child] = []
 
     def start(self, *more: str) -> None:
         """Begin to start a daemon; does not wait for it."""
-        self._children.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "trikv.nursery.serve", *self._arguments, *more],
-                stderr=subprocess.DEVNULL,
-                preexec_fn=daemons.die_with_parent,  # noqa: PLW1509  # one system call
-            )
-        )
+        self._children.append(daemons.start([*self._command, *more]))
 
     @property
     def pid_before(self) -> int:

@@ -4,17 +4,18 @@ import random
 import sys
 
 import numpy as np
-from below_medium import FakeMedium
-from cache_world import LEASE_S, PAGE, PAGES, SLAB, Who, drop_space, path_to, words
+from below_medium import FakeMedium, origin_of
+from cache_world import LEASE_S, PAGE, PAGES, SLAB, Who, path_to, words
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from trikv.core.below import Below, ReadPart, SpillPart
+from trikv.core.adopting import parts_of
+from trikv.core.below import Below
 from trikv.core.blocks import ABSENT, SEALED
 from trikv.core.cache import Cache
-from trikv.core.lower import Lower, parts_of
+from trikv.core.lower import Lower
+from trikv.core.parts import ReadPart, SpillPart  # noqa: TC001  # nothing else is in it
 from trikv.core.plans import Key, Limits
-from trikv.core.slots import Recovered
 from trikv.core.spills import Budget, Spills
 from trikv.core.words import Entries, InstanceName, RequestId, SpaceId
 
@@ -30,10 +31,6 @@ MASK = st.sampled_from([0, 0, 0, 0, 0, 0, 1, 2, 4, 63])
 
 def sum_of(tag: object) -> int:
     return hash(tag) & (2**64 - 1)
-
-
-def origin_of(space: int) -> bytes:
-    return bytes([space]) * 32
 
 
 class BelowMachine(RuleBasedStateMachine):
@@ -79,36 +76,14 @@ class BelowMachine(RuleBasedStateMachine):
         self.below.open_space(self.number[space], origin_of(space), page_bytes)
 
     def recover(self, lower: Lower, medium: FakeMedium) -> None:
-        valid = [
-            (place, record)
-            for place, record in medium.records.items()
-            if medium.headers[place[0]] == (record[3], record[4])
-            and record[2] >= medium.voids.get(record[0], 0)
-        ]
-        headers = list(medium.headers.items())
-        self.rng.shuffle(headers)
-        self.rng.shuffle(valid)
-        cut = [region for region, _ in headers]
-        found = Recovered(
-            np.array(cut, np.int64),
-            np.array([sum(pages) for _, (pages, _) in headers], np.int64),
-            tuple(pages for _, (pages, _) in headers),
-            np.array([place[0] for place, _ in valid], np.int64),
-            np.array([place[1] for place, _ in valid], np.int64),
-            np.array([list(one[0]) for _, one in valid], np.uint8).reshape(-1, 32),
-            words([one[1] for _, one in valid]),
-            np.array([one[5] for _, one in valid], np.int32),
-            np.array([one[2] for _, one in valid], np.int64),
-            np.array([one[6] for _, one in valid], np.uint64),
-            np.zeros(len(valid), np.int64),
-        )
+        found, records = medium.found(self.rng)
         for part in parts_of(found, self.rng.choice([1, 5, 100])):
             lower.adopt(part)
         entries, keys = lower.adopted()
         lower.place(entries[np.lexsort(keys)])
         lower.end_adopting()
         kept: dict[tuple[bytes, int], int] = {}
-        for _, one in valid:
+        for one in records:
             kept[one[0], one[1]] = max(one[2], kept.get((one[0], one[1]), 0))
         assert self.on_disk(lower) == set(kept)
         for row in np.flatnonzero(lower.blocks.state == SEALED).tolist():
@@ -123,9 +98,16 @@ class BelowMachine(RuleBasedStateMachine):
 
     def on_disk(self, lower: Lower) -> set[tuple[bytes, int]]:
         rows = np.flatnonzero(lower.blocks.state == SEALED).tolist()
+        known = set(lower._origins.values())
+        rows = [row for row in rows if lower.blocks.space[row] in known]  # the others were reset
         names = [self.name(lower, row) for row in rows]
         assert len(set(names)) == len(names)
         return set(names)
+
+    def sealed(self, lower: Lower) -> set[tuple[int, int]]:
+        """All blocks of a disk, also those that were reset and not dropped yet."""
+        rows = np.flatnonzero(lower.blocks.state == SEALED)
+        return set(zip(rows.tolist(), lower.blocks.generation[rows].tolist(), strict=True))
 
     def in_pool(self, space: int, nodes: list[int]) -> Entries:
         found = self.cache.index.find(self.number[space], words(nodes))
@@ -241,23 +223,29 @@ class BelowMachine(RuleBasedStateMachine):
 
     @rule(is_full=st.booleans(), most=st.sampled_from([PAGE, 4 * PAGE, 100 * PAGE]))
     def spill(self, is_full: bool, most: int) -> None:  # noqa: FBT001  # hypothesis
-        if self.writes:  # one batch at a time, as the shell does
+        busy = {part.disk for part in self.writes}  # one batch at a time on each, as the shell does
+        idle = set(range(len(self.lowers))) - busy
+        if not idle:
             return
         waiting = self.below.spills.next(is_full=is_full, now_s=self.now_s)
         if waiting is None:
             return
-        before = [self.on_disk(lower) for lower in self.lowers]
+        before = [self.sealed(lower) for lower in self.lowers]
         evicted = [lower.counters.evicted_blocks_total for lower in self.lowers]
-        parts, has_more = self.below.spill(waiting.chain, most)
+        parts, has_more = self.below.spill(waiting.chain, most, idle)
         if has_more:
             self.below.spills.put_back(waiting)
         for lower, old, count in zip(self.lowers, before, evicted, strict=True):
-            gone = old - self.on_disk(lower)
+            gone = old - self.sealed(lower)
             assert len(gone) == lower.counters.evicted_blocks_total - count
         for part in parts:
             for region in part.plan.cuts:
                 self.mediums[part.disk].cut(region, part.plan.page_bytes)
         self.writes += parts
+        names = [
+            (one.chain.space, node) for one in self.writes for node in one.words[:, 0].tolist()
+        ]
+        assert len(set(names)) == len(names)  # no two disks write one block at a time
 
     @precondition(lambda self: self.writes)
     @rule(which=WHICH, failed=MASK)
@@ -317,17 +305,24 @@ class BelowMachine(RuleBasedStateMachine):
             return
         space = self.spaces[which % len(self.spaces)]
         old = self.number[space]
-        drop_space(self.cache, old)
-        origin = self.below.drop_space(old)
+        self.cache.retire_space(old)
+        self.below.retire_space(old)
+        origin = self.below.voids.popleft()
         for lower, medium in zip(self.lowers, self.mediums, strict=True):
-            number = lower._origins[origin]
             medium.voids[origin] = lower.floor(origin)
-            assert (lower.find(number, words(list(range(64)))) < 0).all()
+        assert not self.below.has(old, words(list(range(64)))).any()
         self.epochs[space] += 1
         self.number[space] = SpaceId(10 * self.epochs[space] + space)
         self.open(space)
         if kills and not self.is_strict:
             self.start()
+
+    @rule(steps=st.integers(1, 3))
+    def forget(self, steps: int) -> None:
+        """The daemon's task drops some of what was reset."""
+        for _ in range(steps):
+            if not self.cache.drop_retired():
+                self.below.drop_retired()
 
     @precondition(lambda self: not self.is_strict)  # evicted records are found again after it
     @rule(which=WHICH)
@@ -381,14 +376,17 @@ class BelowMachine(RuleBasedStateMachine):
             self.below.end_spill(part, np.zeros(count, np.bool_), np.zeros(count, np.uint64))
         self.cache.release_instance(InstanceName("one"))
         for space in self.spaces:
-            drop_space(self.cache, self.number[space])
-            self.below.drop_space(self.number[space])
+            self.cache.retire_space(self.number[space])
+            self.below.retire_space(self.number[space])
+        while self.cache.drop_retired() or self.below.drop_retired():
+            pass
         assert self.cache.pages.used_bytes == 0
         assert not self.cache.transfers
         assert self.cache.filling_bytes == 0
         for lower in self.lowers:
             assert lower.pages.used_bytes == 0
             assert lower.blocks.counts[ABSENT] == lower.blocks.capacity
+            assert not lower._shapes
 
 
 class StrictMachine(BelowMachine):

@@ -54,6 +54,8 @@ def walk(machine: BelowMachine, seed: int, steps: int) -> None:  # noqa: C901, P
             machine.work_goes_well(which, 3)
         if rng.random() < 0.1:
             machine.time_passes(rng.randint(0, LEASE_S))
+        if rng.random() < 0.3:
+            machine.forget(1)
         if rng.random() < 0.05:
             machine.reset(which, kills=rng.random() < 0.3)
         if not machine.is_strict and rng.random() < 0.02:
@@ -96,6 +98,19 @@ def test_what_stands_behind_a_gap_does_not_count_as_used() -> None:
     assert root > parent == child
 
 
+def test_what_waits_to_be_written_when_it_is_reset_is_not_written() -> None:
+    """The pool drops what was reset bit by bit; till then its requests are still known."""
+    machine = BelowMachine()
+    machine.begin(1, through=False, seed=0)
+    machine.save((InstanceName("one"), RequestId("r")), 0, 4, 0)
+    machine.cache.retire_space(machine.number[1])
+    machine.below.retire_space(machine.number[1])
+    assert len(machine.below.spills) == 1
+    machine.spill(is_full=True, most=100 * PAGE)
+    assert machine.writes == []
+    assert machine.lowers[0].pages.used_bytes == 0
+
+
 @pytest.mark.parametrize("is_reset", [False, True])
 def test_what_a_hung_disk_holds_is_never_used_again(is_reset: bool) -> None:  # noqa: FBT001
     machine = BelowMachine()
@@ -105,7 +120,7 @@ def test_what_a_hung_disk_holds_is_never_used_again(is_reset: bool) -> None:  # 
     (part,) = machine.writes
     if is_reset:
         drop_space(machine.cache, machine.number[1])
-        machine.below.drop_space(machine.number[1])
+        machine.below.retire_space(machine.number[1])
     held = np.array([True, False, True])
     machine.below.quarantine_spill(part, np.zeros(3, np.uint64), held)
     assert machine.below.quarantined_bytes == 2 * PAGE

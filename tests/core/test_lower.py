@@ -1,15 +1,18 @@
 """One disk's blocks, by example: each rule of the table, and what is believed after a restart."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from cache_world import PAGE, words
 
+from trikv.core import retired
+from trikv.core.adopting import parts_of
 from trikv.core.blocks import DOOMED
-from trikv.core.lower import Lower, WritePlan, parts_of
+from trikv.core.lower import Lower, WritePlan
 from trikv.core.slots import Recovered
-from trikv.core.tenants import Quota, Rules, Tenants
+from trikv.core.tenants import OTHERS, Quota, Rules, Tenants
 from trikv.core.words import Entries, SpaceId
 
 ORIGIN = b"o" * 32
@@ -154,19 +157,71 @@ def test_a_disk_that_is_off_has_nothing_and_takes_nothing() -> None:
     lower.blocks.check()
 
 
-def test_a_dropped_origin_is_gone_and_its_floor_is_above_all_that_was_given_out() -> None:
+def forget(lower: Lower) -> None:
+    while lower.drop_retired():
+        pass
+
+
+def test_a_retired_origin_is_gone_and_its_floor_is_above_all_that_was_given_out() -> None:
     lower, origin = new_lower()
     write(lower, origin, [1])
     made = plan(lower, origin, [2])
-    assert lower.drop_origin(origin) == 2
+    lower.retire_origin(ORIGIN)
+    again = lower.open_origin(ORIGIN, (PAGE,))
+    assert again is not None
+    assert there(lower, again, [1, 2]) == []  # before anything was dropped
     assert lower.floor(ORIGIN) == made.sequence + 1
     assert lower.floor(b"unknown") == lower.next_sequence
+    forget(lower)
     kept = lower.complete_write(made, np.ones(1, np.bool_), np.zeros(1, np.uint64), kin=NONE)
     assert not kept.any()
     assert there(lower, origin, [1, 2]) == []
     assert lower.pages.used_bytes == 0
-    write(lower, origin, [1])
-    assert there(lower, origin, [1]) == [1]
+    write(lower, again, [1])
+    assert there(lower, again, [1]) == [1]
+
+
+def test_what_was_being_written_when_its_origin_was_retired_goes_too() -> None:
+    lower, origin = new_lower()
+    made = plan(lower, origin, [1])
+    lower.retire_origin(ORIGIN)
+    again = lower.open_origin(ORIGIN, (PAGE,))
+    assert again is not None
+    lower.complete_write(made, np.ones(1, np.bool_), np.zeros(1, np.uint64), kin=NONE)
+    assert there(lower, again, [1]) == []
+    write(lower, again, [1])  # the same key in its new life
+    forget(lower)
+    assert there(lower, again, [1]) == [1]
+    assert lower.pages.used_bytes == PAGE
+
+
+def test_a_step_drops_few_and_numbers_of_retired_origins_are_forgotten() -> None:
+    count = 3 * retired.BLOCKS
+    lower = Lower(1, count * PAGE, slot_bytes_min=PAGE, first_sequence=FIRST)
+    lower.end_adopting()
+    origin = lower.open_origin(ORIGIN, (PAGE,))
+    assert origin is not None
+    nodes = np.arange(count)
+    chunk = 512
+    for first in range(0, count, chunk):
+        part = nodes[first : first + chunk].tolist()
+        made = lower.prepare_write(origin, words(part), np.zeros(chunk, np.int32), kin=NONE)
+        lower.complete_write(made, np.ones(chunk, np.bool_), np.zeros(chunk, np.uint64), kin=NONE)
+    held = lower.find(origin, words([7]))
+    lower.prepare_read(held)
+    lower.retire_origin(ORIGIN)
+    used = [lower.pages.used_bytes // PAGE]
+    while lower.drop_retired():
+        used.append(lower.pages.used_bytes // PAGE)
+    assert used[0] == count
+    assert max(before - after for before, after in itertools.pairwise(used)) <= retired.BLOCKS
+    assert used[-1] == 1  # somebody reads it
+    assert origin in lower._shapes
+    lower.complete_read(held, np.ones(1, np.bool_))
+    assert lower.pages.used_bytes == 0
+    assert not lower.drop_retired()
+    assert origin not in lower._shapes
+    assert lower.counters.dropped_blocks_total == count
 
 
 # -- after a restart
@@ -230,9 +285,15 @@ def test_of_a_key_that_stands_twice_in_a_batch_the_newer_counts() -> None:
 def test_what_was_voided_while_it_was_looked_for_is_not_found() -> None:
     lower, origin = new_lower(is_new=False)
     lower.adopt(found([(0, 0, 1, 5)], cut=[0]))
-    lower.drop_origin(origin)
+    lower.touch(origin, lower.find(origin, words([1])))
+    lower.retire_origin(ORIGIN)
     assert lower.adopt(found([(1, 0, 2, 99)], cut=[1])) == 0
-    assert there(lower, origin, [1, 2]) == []
+    again = lower.open_origin(ORIGIN, (PAGE,))
+    assert again is not None
+    assert there(lower, again, [1, 2]) == []
+    forget(lower)
+    settle(lower)
+    assert lower.pages.used_bytes == 0
 
 
 def test_found_blocks_go_by_their_sequence_leaves_first() -> None:
@@ -312,5 +373,7 @@ def test_recovered_blocks_become_their_tenant_s_when_they_are_used() -> None:
     assert lower.open_origin(ORIGIN, (PAGE,), "late") == origin
     lower.touch(origin, entries)
     assert [name for name, *_ in tenants.rows()] == ["late"]
-    lower.drop_origin(origin)
+    lower.retire_origin(ORIGIN)
+    forget(lower)
+    assert tenants.of(origin) == OTHERS
     assert lower.pages.used_bytes == 0

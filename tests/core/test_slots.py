@@ -8,15 +8,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from trikv.core import sums
-from trikv.core.errors import BadRequestError
+from trikv.core.disklayout import RECORD_BYTES, SLOT_BYTES_MIN, layout_for
 from trikv.core.pages import PAGE_ALIGN
 from trikv.core.slots import (
     RECORD,
-    RECORD_BYTES,
-    SLOT_BYTES_MIN,
     Regions,
     Writes,
-    layout_for,
     make_header,
     make_records,
     newest,
@@ -39,29 +36,6 @@ def test_row_sums_are_the_librarys(count: int, width: int) -> None:
 @given(st.lists(st.binary(max_size=40), max_size=5))
 def test_parts_sum_up_to_the_whole(parts: list[bytes]) -> None:
     assert sums.of_parts(map(memoryview, parts)) == sums.of_bytes(b"".join(parts))
-
-
-@given(st.integers(4 * MIB, 1 << 42))
-def test_a_layout_stays_within_its_capacity(capacity: int) -> None:
-    layout = layout_for(capacity)
-    assert layout.region_count >= 1
-    assert layout.records_offset == layout.headers_offset + layout.region_count * PAGE_ALIGN
-    tables_end = layout.records_offset + layout.region_count * layout.records_bytes
-    assert tables_end <= layout.regions_offset < tables_end + 2 * MIB
-    assert layout.regions_offset % (2 * MIB) == layout.region_bytes % (2 * MIB) == 0
-    end = layout.regions_offset + layout.region_count * layout.region_bytes
-    assert end <= capacity
-    assert capacity - end < 2 * layout.region_bytes + 4 * MIB  # and uses nearly all of it
-    assert layout.records_bytes >= layout.region_bytes // SLOT_BYTES_MIN * RECORD_BYTES
-
-
-def test_too_small_is_refused() -> None:
-    with pytest.raises(BadRequestError, match=r"hold no region: at least \d+") as refusal:
-        layout_for(2 * MIB)
-    least = int(str(refusal.value).split()[-3])
-    assert layout_for(least).region_count == 1
-    with pytest.raises(BadRequestError):
-        layout_for(least - 1)
 
 
 def regions(count: int = 3, page_bytes: tuple[int, ...] = (65536, 4096)) -> Regions:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trikv.core import superblock
 from trikv.core.pages import PAGE_ALIGN
-from trikv.core.superblock import VOIDS_MAX, Superblock, UnusableDiskError, Voids, read
+from trikv.core.superblock import GROWN_MAX, VOIDS_MAX, Superblock, UnusableDiskError, Voids, read
 
 GIB = 1 << 30
 
@@ -33,11 +33,19 @@ def test_round_trip() -> None:
     assert block().tag == int.from_bytes(bytes(range(8)), "little")
 
 
+def test_a_disk_that_has_grown_is_of_another_version() -> None:
+    """Older daemons, who would not see what was added, refuse it."""
+    grown = replace(block(), grown=(3, 1, 200))
+    assert read(grown.pack() * 2) == grown
+    versions = [int.from_bytes(one.pack()[16:20], "little") for one in (block(), grown)]
+    assert versions == [1, 2]
+
+
 def test_as_many_voids_as_there_may_be_fit() -> None:
     voids = Voids()
     for one in range(VOIDS_MAX):
         voids.add(one.to_bytes(32, "big"), one + 1)
-    full = replace(block(), voids=voids)
+    full = replace(block(), voids=voids, grown=tuple(range(1, GROWN_MAX + 1)))
     assert read(full.pack() * 2) == full
     assert voids.floor == 0
 
@@ -72,10 +80,10 @@ def test_without_our_mark_nothing_is_said(front: bytes) -> None:
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(superblock, "VERSION", 2)
+    monkeypatch.setattr(superblock, "NOT_GROWN", 3)
     newer = block(9).pack()
     monkeypatch.undo()
-    with pytest.raises(UnusableDiskError, match="has format 2 and this daemon reads format 1"):
+    with pytest.raises(UnusableDiskError, match=r"has format 3 and .* up to 2:"):
         read(block().pack() + newer)
 
 

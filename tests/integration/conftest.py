@@ -1,6 +1,9 @@
 """One daemon for all tests of a file that do not end it."""
 
 import asyncio
+import os
+import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +26,14 @@ def daemon(
     facts = asyncio.run(status(running.address))
     assert facts["state"] == "serving"
     assert running.end() == 0
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder in memory; /dev/shm is one on every Linux."""
+    made = Path("/dev/shm") / f"trikv-test-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
 
 
 @pytest.fixture

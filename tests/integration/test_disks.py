@@ -18,8 +18,6 @@ from tests.integration.daemons import (
     attached,
     daemon_command,
     status,
-    wire_code,
-    wire_ok,
 )
 from tests.integration.disks import (
     BLOCKS,
@@ -104,8 +102,36 @@ def test_a_clean_end_writes_what_was_saved(start: Start, tmp_path: Path) -> None
     daemon = with_disk(start, tmp_path, "--pool-size", "64mb")
     asyncio.run(first())
     assert daemon.end() == 0
+    assert "spill.unfinished" not in daemon.log.read_text()
     daemon = with_disk(start, tmp_path, "--pool-size", "64mb")
     asyncio.run(second())
+
+
+def test_a_clean_end_says_what_it_had_no_time_to_write(start: Start, tmp_path: Path) -> None:
+    async def first() -> None:
+        async with attached(daemon.address, **engine_options()) as engine:
+            for name in "ab":
+                await save(engine, name)
+            faults.set("slow")
+
+    async def second() -> int:
+        facts = await quiet(daemon)
+        async with attached(daemon.address, **engine_options()) as engine:
+            found = [await load(engine, name) for name in "ab"]
+        assert sum(found) <= facts["disks"][0]["blockCount"]
+        return int(facts["disks"][0]["blockCount"])
+
+    faults = Faults(tmp_path)
+    impatient = f"{faults.before}\nfrom trikv.nursery import tiers\ntiers.FLUSH_S = 0.3"
+    arguments = ("--ssd-ring", "threads", "--pool-size", "16mb", "--slab-size", "1mb")
+    daemon = with_disk(start, tmp_path, *arguments, "--drain-seconds", "0.3", before=impatient)
+    asyncio.run(first())
+    assert daemon.end() == 0
+    (line,) = [one for one in daemon.events() if one["event"] == "spill.unfinished"]
+    assert 0 < line["block_count"] <= 2 * BLOCKS
+    assert line["bytes"] == line["block_count"] * PAGE
+    daemon = with_disk(start, tmp_path, *arguments)
+    assert asyncio.run(second()) + line["block_count"] == 2 * BLOCKS
 
 
 def test_killed_in_the_midst_of_writes_nothing_wrong_comes_back(
@@ -263,68 +289,6 @@ def test_all_families_of_a_disk_are_shown(start: Start, tmp_path: Path) -> None:
     assert page["trikv_query_blocks_total", ()] == page["trikv_query_hit_blocks_total", ()]
     assert page["trikv_cache_blocks", (("tier", "ssd"),)] == page["trikv_disk_blocks", disk]
     assert daemon.end() == 0
-
-
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_what_was_reset_never_returns(start: Start, tmp_path: Path, end: signal.Signals) -> None:
-    async def first() -> None:
-        async with attached(daemon.address, **engine_options()) as engine:
-            await save(engine, "a")
-            await save(engine, "b", 8)
-            await quiet(daemon)
-            assert wire_ok((await engine.session.reset()).reply).droppedCount > 0
-            assert await load(engine, "a") == 0
-            await save(engine, "b", 4)
-            await quiet(daemon, lambda facts: facts["disks"][0]["blockCount"] == 4)
-
-    async def second() -> None:
-        async with attached(daemon.address, **engine_options()) as engine:
-            assert await load(engine, "a") == 0
-            assert await load(engine, "b", 8) == 4
-
-    daemon = with_disk(start, tmp_path, THROUGH, "--pool-size", "16mb")
-    asyncio.run(first())
-    daemon.end(end)
-    daemon = with_disk(start, tmp_path, THROUGH, "--pool-size", "16mb")
-    asyncio.run(second())
-
-
-def test_a_reset_that_the_disk_does_not_take_is_not_answered_as_done(
-    start: Start, tmp_path: Path
-) -> None:
-    async def serve() -> None:
-        async with attached(daemon.address, **engine_options()) as engine:
-            await save(engine, "a", 8)
-            await quiet(daemon)
-            faults.set("full")
-            reply = (await engine.session.reset()).reply
-            assert wire_code(reply) == "not-ready"
-            assert "cannot be told to forget" in reply.error.message
-            assert await load(engine, "a", 8) == 0
-
-    faults = Faults(tmp_path)
-    arguments = ("--ssd-ring", "threads", THROUGH)
-    daemon = with_disk(start, tmp_path, *arguments, before=faults.before)
-    asyncio.run(serve())
-
-
-def test_two_sizes_of_pages_share_a_disk(start: Start, tmp_path: Path) -> None:
-    sizes = {"large": 128 << 10, "small": 8 << 10}
-
-    async def run(*, saves: bool) -> None:
-        for name, page_bytes in sizes.items():
-            options = engine_options(page_bytes=page_bytes, fields={"model": name})
-            async with attached(daemon.address, name=name, **options) as engine:
-                if saves:
-                    await save(engine, name, 12)
-                    await quiet(daemon)
-                assert await load(engine, name, 12) == 12
-
-    daemon = with_disk(start, tmp_path, THROUGH, "--pool-size", "8mb")
-    asyncio.run(run(saves=True))
-    assert daemon.end() == 0
-    daemon = with_disk(start, tmp_path, THROUGH, "--pool-size", "8mb")
-    asyncio.run(run(saves=False))
 
 
 def test_of_two_disks_one_fails(start: Start, tmp_path: Path) -> None:

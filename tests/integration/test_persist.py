@@ -4,13 +4,11 @@ import asyncio
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,14 +32,6 @@ from tests.integration.test_lifecycle import run
 
 IMPATIENT = "from trikv.tiers import kept; kept.LOCK_S = 0.5"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small tmpfs")
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder in memory; /dev/shm is one on every Linux."""
-    made = Path("/dev/shm") / f"trikv-test-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    yield made
-    shutil.rmtree(made, ignore_errors=True)
 
 
 def daemon_on(start: Start, tmp_path: Path, folder: Path, *more: str) -> RunningDaemon:

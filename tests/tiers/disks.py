@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from trikv.core.disklayout import layout_for
 from trikv.core.slots import Reads, Writes
 from trikv.tiers.runs import Memory
 from trikv.tiers.ssd import Disk
@@ -13,6 +14,11 @@ REGION_BYTES = 2 << 20
 CAPACITY = 8 << 20
 PAGE = (65536,)
 ORIGIN = bytes(range(32))
+LAYOUT = layout_for(CAPACITY, REGION_BYTES)
+_FIRST = np.array([0])
+HEADERS_AT = int(LAYOUT.headers_at(_FIRST).item())
+RECORDS_AT = int(LAYOUT.records_at(_FIRST).item())
+REGIONS_AT = int(LAYOUT.regions_at(_FIRST).item())
 
 
 @dataclass

@@ -9,7 +9,8 @@ import trio
 from numpy.typing import NDArray
 
 from trikv.core import superblock
-from trikv.core.slots import Reads, Recovered, Writes, layout_for, slot_bytes
+from trikv.core.disklayout import grow, layout_for
+from trikv.core.slots import Reads, Recovered, Writes, slot_bytes
 from trikv.core.superblock import Superblock
 from trikv.tiers.runs import Memory, view
 from trikv.tiers.ssd import Disk
@@ -18,6 +19,7 @@ from trikv.tiers.transfers import Transfers
 SECTOR = 512
 REGION_BYTES = 2 << 20
 CAPACITY = 8 << 20  # three regions
+CAPACITY_MAX = 16 << 20
 SHAPES = ((32768,), (4096,), (40960, 24576), (131072,), (8192,) * 5)
 
 
@@ -121,7 +123,9 @@ class World:
     """
 
     rng: random.Random
-    media: Media = field(default_factory=lambda: Media(bytearray(CAPACITY), bytearray(CAPACITY)))
+    media: Media = field(
+        default_factory=lambda: Media(*(bytearray(CAPACITY_MAX) for _ in range(2)))
+    )
     kept: dict[Key, Kept] = field(default_factory=dict)
     history: dict[tuple[Key, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     voided: dict[int, int] = field(default_factory=dict)
@@ -131,6 +135,7 @@ class World:
     busy: set[tuple[int, int]] = field(default_factory=set)  # slots that are being written
     being_cut: set[int] = field(default_factory=set)
     keeps: deque[Memory] = field(default_factory=lambda: deque(maxlen=8))
+    capacities: set[int] = field(default_factory=set)  # what it may have, by what was done to it
     found_count: int = 0
     sequence: int = 0
 
@@ -148,13 +153,23 @@ class World:
 
     async def open(self) -> Disk:
         found = superblock.read(bytes(self.media.now[:8192]))
+        self.ring = MediaRing(self.media, self.rng)
         if found is None:
+            assert not self.capacities, "it was there"
             layout = layout_for(CAPACITY, REGION_BYTES)
             uuid = self.rng.randbytes(16)
             found = Superblock(uuid, CAPACITY, layout.region_bytes, layout.region_count)
-        self.ring = MediaRing(self.media, self.rng)
+        else:
+            assert found.capacity_bytes in self.capacities, "neither old nor new"
+            more = self.rng.choice([0, 0, 0, 5, 3 << 20, 4 << 20])
+            if more and found.capacity_bytes + more <= CAPACITY_MAX:
+                grow(found, found.capacity_bytes + more)
+            if self.rng.random() < 0.2:
+                self.ring.power = self.rng.randrange(1, 5)  # in the midst of it
+        self.capacities.add(found.capacity_bytes)
         disk = Disk(self.ring, found)
         await disk.start()
+        self.capacities, self.ring.power = {found.capacity_bytes}, None
         self.sequence = disk.first_sequence
         return disk
 

@@ -10,10 +10,21 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from tests.tiers.disks import CAPACITY, ORIGIN, PAGE, REGION_BYTES, Batch, batch, fill, found
+from tests.tiers.disks import (
+    CAPACITY,
+    LAYOUT,
+    ORIGIN,
+    PAGE,
+    RECORDS_AT,
+    REGION_BYTES,
+    REGIONS_AT,
+    Batch,
+    batch,
+    fill,
+    found,
+)
 from tests.tiers.media import Media, MediaRing
 from tests.tiers.queues import ScriptedQueue
-from trikv.core.slots import Layout, layout_for
 from trikv.core.superblock import Superblock, read
 from trikv.tiers.front import DiskFailedError
 from trikv.tiers.ring import open_ring
@@ -21,7 +32,6 @@ from trikv.tiers.ssd import ERRORS_A_MINUTE_MAX, Disk, IoStalledError
 from trikv.tiers.threads import move
 from trikv.tiers.transfers import Transfers
 
-LAYOUT: Layout = layout_for(CAPACITY, REGION_BYTES)
 Fails = Callable[[bool, int, int], bool]  # is it a write, from, to
 
 
@@ -56,7 +66,7 @@ async def start(ring: MediaRing) -> Disk:
 
 def at_block(number: int) -> Fails:
     """The sector of one block is bad."""
-    place = LAYOUT.regions_offset + number * PAGE[0] + 512
+    place = REGIONS_AT + number * PAGE[0] + 512
 
     def fails(_: bool, first: int, last: int) -> bool:  # noqa: FBT001
         return first <= place < last
@@ -96,7 +106,7 @@ async def test_a_record_that_cannot_be_written_is_no_block() -> None:
     disk = await start(ring)
     assert await found(disk) == {}
     assert await disk.cut(0, PAGE)
-    second = LAYOUT.records_offset + 4096
+    second = RECORDS_AT + 4096
     ring.fails = lambda is_write, first, last: is_write and first <= second < last
     blocks = batch(disk, 20)
     right = await disk.write(blocks.writes)
@@ -108,7 +118,7 @@ async def test_a_region_that_cannot_be_cut() -> None:
     ring = BadRing(media())
     disk = await start(ring)
     assert await found(disk) == {}
-    ring.fails = lambda is_write, first, _: is_write and first < LAYOUT.records_offset
+    ring.fails = lambda is_write, first, _: is_write and first < RECORDS_AT
     assert not await disk.cut(0, PAGE)
     blocks = batch(disk)
     with pytest.raises(AssertionError):
@@ -123,7 +133,7 @@ async def test_unreadable_tables_hide_their_blocks_only() -> None:
     other = batch(disk, 4, region=1, seed=2)
     assert (await disk.write(other.writes)).all()
     disk = await start(ring)
-    second = LAYOUT.records_offset + 4096
+    second = RECORDS_AT + 4096
     ring.fails = lambda is_write, first, last: not is_write and first <= second < last
     there = await found(disk)
     assert set(other.writes.words[:, 0].tolist()) <= set(there)
@@ -168,7 +178,7 @@ async def test_a_disk_that_returns_other_bytes_is_not_believed() -> None:
     ring = BadRing(media())
     disk = await start(ring)
     blocks = await fill(disk, 8)
-    place = LAYOUT.regions_offset
+    place = REGIONS_AT
     ring.media.now[place : place + 2 * PAGE[0]] = (
         ring.media.now[place + PAGE[0] : place + 2 * PAGE[0]] * 2
     )
@@ -270,7 +280,7 @@ def test_a_read_that_hangs_tells_whose_memory_is_lost() -> None:
         both = batch(disk, 4)
         both.writes.regions[2:], both.writes.positions[2:] = 1, [0, 1]
         both.writes.sums[:2], both.writes.sums[2:] = blocks.writes.sums[:2], other.writes.sums
-        queue.hangs_from = LAYOUT.regions_offset + REGION_BYTES
+        queue.hangs_from = REGIONS_AT + REGION_BYTES
         with pytest.raises(IoStalledError) as stalled:
             await disk.read(both.reads())
         assert stalled.value.held.tolist() == [False, False, True, True]
@@ -281,7 +291,7 @@ def test_a_read_that_hangs_tells_whose_memory_is_lost() -> None:
 
 def test_a_cancelled_read_that_hangs_tells_all_the_same() -> None:
     async def use(disk: Disk, queue: HalfDeadQueue, blocks: Batch) -> None:
-        queue.hangs_from = LAYOUT.regions_offset
+        queue.hangs_from = REGIONS_AT
         with pytest.raises(IoStalledError) as stalled, trio.move_on_after(1.0):
             await disk.read(blocks.reads())
         assert stalled.value.held.all()
@@ -292,7 +302,7 @@ def test_a_cancelled_read_that_hangs_tells_all_the_same() -> None:
 
 def test_a_write_that_hangs() -> None:
     async def use(disk: Disk, queue: HalfDeadQueue, _: Batch) -> None:
-        queue.hangs_from = LAYOUT.regions_offset
+        queue.hangs_from = REGIONS_AT
         blocks = batch(disk, 3, first=8)
         with pytest.raises(IoStalledError) as stalled:
             await disk.write(blocks.writes)
@@ -309,7 +319,7 @@ def test_a_record_that_hangs_is_no_block_and_holds_none_of_its_memory() -> None:
 
         def submit() -> bool:
             for taken in list(queue.taken.values()):
-                if taken.offset >= LAYOUT.regions_offset:
+                if taken.offset >= REGIONS_AT:
                     queue.end(taken.ticket)
             return queue_all()
 
@@ -322,7 +332,7 @@ def test_a_record_that_hangs_is_no_block_and_holds_none_of_its_memory() -> None:
 
 def test_others_are_told_when_a_disk_hangs() -> None:
     async def use(disk: Disk, queue: HalfDeadQueue, blocks: Batch) -> None:
-        queue.hangs_from = LAYOUT.regions_offset + 2 * PAGE[0]
+        queue.hangs_from = REGIONS_AT + 2 * PAGE[0]
         results: list[object] = []
 
         async def call(number: int) -> None:
@@ -366,7 +376,7 @@ async def test_blocks_of_several_ranks() -> None:
     ring.count = 0
     assert (await disk.write(writes)).all()
     assert ring.count == 2  # neighbours on the disk are one operation, their records another
-    offset = LAYOUT.regions_offset + 2 * LAYOUT.region_bytes
+    offset = REGIONS_AT + 2 * LAYOUT.region_bytes
     whole = blocks.bytes
     for row in range(5):
         for at, length in zip(starts, lengths, strict=True):

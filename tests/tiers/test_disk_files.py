@@ -9,14 +9,22 @@ import numpy as np
 import pytest
 import trio
 
-from tests.tiers.disks import CAPACITY, ORIGIN, PAGE, REGION_BYTES, batch, fill, found
+from tests.tiers.disks import (
+    CAPACITY,
+    HEADERS_AT,
+    ORIGIN,
+    PAGE,
+    RECORDS_AT,
+    REGION_BYTES,
+    REGIONS_AT,
+    batch,
+    fill,
+    found,
+)
 from tests.tiers.test_rings import why_not
-from trikv.core.slots import layout_for
 from trikv.core.superblock import UnusableDiskError
 from trikv.tiers.front import DiskFailedError
 from trikv.tiers.ssd import open_disk
-
-LAYOUT = layout_for(CAPACITY, REGION_BYTES)
 
 
 def opened(path: Path, ring: str = "auto", **options: float):  # noqa: ANN201
@@ -66,7 +74,7 @@ async def test_a_file_that_was_cut_loses_what_was_cut_off(tmp_path: Path) -> Non
     for size in [
         8192,
         4096,
-        LAYOUT.regions_offset,
+        REGIONS_AT,
         *(rng.randrange(4096, CAPACITY) for _ in "abcd"),
     ]:
         path.unlink(missing_ok=True)
@@ -77,9 +85,9 @@ async def test_a_file_that_was_cut_loses_what_was_cut_off(tmp_path: Path) -> Non
         async with opened(path) as disk:
             there = await found(disk)
             right = await blocks.read(disk) if len(disk._regions.page_bytes) else []
-            offsets = LAYOUT.regions_offset + (1 + np.arange(32)) * PAGE[0]
+            offsets = REGIONS_AT + (1 + np.arange(32)) * PAGE[0]
             assert right in ([], [bool(end <= size) for end in offsets])
-            assert bool(there) == (size >= LAYOUT.records_offset + 4096)
+            assert bool(there) == (size >= RECORDS_AT + 4096)
     os.truncate(path, 100)
     with pytest.raises(UnusableDiskError, match="damaged"):
         async with opened(path):
@@ -90,7 +98,7 @@ async def test_a_file_cut_under_a_running_disk(tmp_path: Path) -> None:
     path = tmp_path / "disk"
     async with opened(path) as disk:
         blocks = await fill(disk, 8)
-        os.truncate(path, LAYOUT.regions_offset + 5 * PAGE[0])
+        os.truncate(path, REGIONS_AT + 5 * PAGE[0])
         assert await blocks.read(disk) == [True] * 5 + [False] * 3
         assert disk.fault == ""
 
@@ -107,8 +115,8 @@ async def test_flipped_bits_are_misses(tmp_path: Path) -> None:
     async with opened(path) as disk:
         blocks = await fill(disk)
         await disk.close()
-    flip(path, LAYOUT.regions_offset + 2 * PAGE[0] + 1234)
-    flip(path, LAYOUT.records_offset + 5 * 256 + 100)
+    flip(path, REGIONS_AT + 2 * PAGE[0] + 1234)
+    flip(path, RECORDS_AT + 5 * 256 + 100)
     flip(path, 30)  # the first superblock
     async with opened(path) as disk:
         words = blocks.writes.words[:, 0].tolist()
@@ -116,7 +124,7 @@ async def test_flipped_bits_are_misses(tmp_path: Path) -> None:
         assert await blocks.read(disk) == [True, True, False] + [True] * 5
         assert disk.sum_error_count == 1
         assert disk.io_error_count == 0
-    flip(path, LAYOUT.headers_offset + 40)
+    flip(path, HEADERS_AT + 40)
     async with opened(path) as disk:
         assert await found(disk) == {}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.disks import CAPACITY, REGION_BYTES, fill, found
+from tests.tiers.disks import CAPACITY, PAGE, REGION_BYTES, batch, fill, found
 from trikv.core import superblock
 from trikv.core.errors import BadRequestError
 from trikv.core.superblock import UnusableDiskError
@@ -113,20 +113,69 @@ async def test_an_empty_file_or_zeros_are_formatted(tmp_path: Path) -> None:
 
 async def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "disk"
-    monkeypatch.setattr(superblock, "VERSION", 7)
+    monkeypatch.setattr(superblock, "NOT_GROWN", 7)
     async with opened(path):
         pass
     monkeypatch.undo()
-    assert "has format 7 and this daemon reads format 1" in await refusal(path)
+    assert "has format 7 and this daemon reads formats up to 2" in await refusal(path)
 
 
-@pytest.mark.parametrize("capacity", [CAPACITY // 2, 2 * CAPACITY])
-async def test_another_capacity_is_refused(tmp_path: Path, capacity: int) -> None:
+async def test_shrinking_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "disk"
     async with opened(path):
         pass
-    message = await refusal(path, capacity)
-    assert f"made for {CAPACITY} bytes and {capacity} are asked for" in message
+    message = await refusal(path, CAPACITY - 1)
+    assert f"has {CAPACITY} bytes and {CAPACITY - 1} are asked for: it can grow but not" in message
+
+
+@pytest.mark.parametrize("ring", ["auto", "threads"])
+async def test_a_disk_grows_and_keeps_what_it_has(tmp_path: Path, ring: str) -> None:
+    path = tmp_path / "disk"
+    async with opened(path) as disk:
+        blocks = await fill(disk)
+        count = disk.region_count
+        await disk.close()
+    for capacity in (2 * CAPACITY, 2 * CAPACITY + 1, 3 * CAPACITY):
+        async with open_disk(str(path), capacity, ring=ring) as disk:
+            assert disk.was_clean
+            last = disk.region_count - 1
+            assert last == count + 2 if capacity < 3 * CAPACITY else last > count + 4
+            there = await found(disk)
+            assert there.keys() >= set(blocks.writes.words[:, 0].tolist())
+            assert await blocks.read(disk) == [True] * 8
+            if not disk._regions.slot_bytes[last]:
+                assert await disk.cut(last, PAGE)
+                more = batch(disk, 4, region=last, seed=capacity)
+                assert (await disk.write(more.writes)).all()
+            assert await more.read(disk) == [True] * 4
+            await disk.close()
+        assert path.stat().st_size <= capacity
+    assert f"has {3 * CAPACITY} bytes" in await refusal(path, 2 * CAPACITY)
+    assert path.stat().st_size > 2 * CAPACITY
+
+
+async def test_what_cannot_grow_is_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "disk"
+    async with opened(path) as disk:
+        blocks = await fill(disk)
+    size = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(bytes(5000) + b"somebody's")
+    assert "not ours is behind it: it cannot grow" in await refusal(path, 2 * CAPACITY)
+    os.truncate(path, size)
+
+    def full(*_: object) -> int:
+        ctypes.set_errno(errno.ENOSPC)
+        return -1
+
+    monkeypatch.setattr(diskfile._LIBC, "fallocate64", full)
+    assert "No space left" in await refusal(path, 2 * CAPACITY)
+    monkeypatch.undo()
+    async with opened(path) as disk:
+        await found(disk)
+        assert await blocks.read(disk) == [True] * 8
 
 
 async def test_places_that_are_none(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ class Host:
             waiting = spills.next(is_full=is_full, now_s=now_s)
             if waiting is None:
                 return
-            parts, _ = self._below.spill(waiting.chain, 1 << 62)
+            parts, _ = self._below.spill(waiting.chain, 1 << 62, range(len(self._below.lowers)))
             for part in parts:
                 count = len(part.entries)
                 sums = np.zeros(count, np.uint64)

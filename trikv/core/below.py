@@ -6,8 +6,7 @@ gets it. This file does not know files, tasks or clocks.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
 from typing import Final
 
 import numpy as np
@@ -17,86 +16,17 @@ from trikv.core.blocks import SEALED
 from trikv.core.cache import Cache
 from trikv.core.ceiling import TIERS
 from trikv.core.chains import Chain
-from trikv.core.landing import Landing
-from trikv.core.lower import Lower, WritePlan
+from trikv.core.lower import Lower
+from trikv.core.parts import Coming, ReadPart, SpillPart
 from trikv.core.spills import Spills
-from trikv.core.words import Entries, Offsets, SpaceId, Words
+from trikv.core.words import Entries, SpaceId, Words
 
 SSD: Final = TIERS.index("ssd")
 ABSENT: Final = -1
+LOOKED_AT_ONCE: Final = 1 << 16
 
 Bools = NDArray[np.bool_]
 Int64s = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadPart:
-    """Blocks of one landing that one disk has, in prefix order.
-
-    Attributes:
-        rows: indices into the landing's columns.
-        entries: the disk's rows, pinned until `Below.end_read`.
-        regions, slots: where they lie there.
-    """
-
-    disk: int
-    landing: Landing
-    rows: Int64s
-    entries: Entries
-    regions: Int64s
-    slots: Int64s
-    sums: NDArray[np.uint64]
-
-    def take(self, at: Int64s) -> "ReadPart":
-        """Some of these blocks."""
-        return ReadPart(
-            self.disk,
-            self.landing,
-            self.rows[at],
-            self.entries[at],
-            self.regions[at],
-            self.slots[at],
-            self.sums[at],
-        )
-
-    @property
-    def bytes(self) -> int:
-        """Bytes to read."""
-        return len(self.rows) * sum(self.landing.lengths)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SpillPart:
-    """Blocks of one request that one disk is to hold, root first.
-
-    Attributes:
-        plan: the disk's side.
-        entries: the pool's rows, pinned until `Below.end_spill`.
-        offsets: int64[ranks, n], where their pages lie in the pool.
-        kin: the disk's rows of their ancestors, root first.
-    """
-
-    disk: int
-    plan: WritePlan
-    chain: Chain
-    entries: Entries
-    offsets: Offsets
-    words: Words
-    depths: NDArray[np.int32]
-    kin: Entries
-
-    @property
-    def bytes(self) -> int:
-        """Bytes to write."""
-        return len(self.entries) * sum(self.plan.page_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Coming:
-    """What a request can wait for: blocks behind those at hand, and the reads that bring them."""
-
-    count: int
-    parts: tuple[ReadPart, ...] = ()
 
 
 class Below:
@@ -134,14 +64,21 @@ class Below:
         """The pool has forgotten a space; unknown ones are fine."""
         self._origins.pop(space, None)
 
-    def drop_space(self, space: SpaceId) -> bytes:
-        """Forget all blocks of a space on all disks; returns its origin, also in `voids`."""
-        origin, numbers = self._origins[space]
-        for lower, number in zip(self.lowers, numbers, strict=True):
-            if number is not None:
-                lower.drop_origin(number)
+    def retire_space(self, space: SpaceId) -> None:
+        """Nobody can reach a space any more, on any disk; see `Lower.retire_origin`.
+
+        Its origin is in `voids` now. What is being read or written for it ends as it would have;
+        nothing more is found, read or written.
+        """
+        origin, _ = self._origins[space]
+        for lower in self.lowers:
+            lower.retire_origin(origin)
+        self._origins[space] = origin, ()
         self.voids.append(origin)
-        return origin
+
+    def drop_retired(self) -> bool:
+        """Forget some of what was retired, on one disk; False: there was nothing to do."""
+        return any(lower.drop_retired() for lower in self.lowers)
 
     def origin(self, space: SpaceId) -> bytes:
         """What a space's blocks are called on the disks."""
@@ -256,49 +193,91 @@ class Below:
 
     # -- down
 
-    def spill(self, chain: Chain, bytes_max: int) -> tuple[tuple[SpillPart, ...], bool]:
+    def spill(
+        self, chain: Chain, bytes_max: int, idle: Container[int]
+    ) -> tuple[tuple[SpillPart, ...], bool]:
         """Begin to write what of a request no disk has yet; the rest counts as used there.
 
+        Args:
+            chain: the request's.
+            bytes_max: for each disk; one block at least.
+            idle: disks that take blocks now; others hold what they hold, and are written later.
+
         Returns:
-            (parts, has_more): at most `bytes_max` in all, but one block at least.
+            (parts, has_more): one part a disk at most; has_more: `idle` disks can be given more.
         """
         cache, space = self.cache, chain.space
-        writable = [
-            (disk, origin)
-            for disk, origin in self._open(space)
-            if not self.lowers[disk].is_adopting
-        ]
+        disks = self._open(space)
+        takers = [disk for disk, _ in disks if disk in idle and not self.lowers[disk].is_adopting]
         live = cache.uses.live(chain)
-        if not writable or len(live) == 0 or space not in cache.spaces:
+        if not takers or len(live) == 0 or space not in cache.spaces:
             return (), False
         words, depths = cache.index.hashes_of(live), cache.blocks.depth[live]
-        kin = {disk: self._kin(disk, origin, chain, words) for disk, origin in writable}
-        live, words, depths, is_below = self._unbroken(live, words, depths, kin, writable)
-        cache.blocks.below[live[is_below]] = True
-        todo = np.flatnonzero(~is_below)
-        block_bytes = cache.spaces[space].block_bytes
-        most = max(1, bytes_max // block_bytes)
-        has_more, todo = len(todo) > most, todo[:most]
-        parts = []
-        share = words[todo, 0] % np.uint64(len(writable))
-        for number, (disk, origin) in enumerate(writable):
-            mine = todo[share == number]
-            if len(mine) == 0:
+        kin = {disk: self._kin(disk, origin, chain, words) for disk, origin in disks}
+        live, words, depths = self._unbroken(live, words, depths, kin)
+        is_known = self._mark_below(live, words, disks)
+        todo = np.flatnonzero(~is_known)
+        most = max(1, bytes_max // cache.spaces[space].block_bytes)
+        share = words[todo, 0] % np.uint64(len(takers))
+        counts = np.cumsum(share[:, None] == np.arange(len(takers), dtype=np.uint64), axis=0)
+        fit = int(np.count_nonzero((counts <= most).all(axis=1)))
+        has_more, todo, share = fit < len(todo), todo[:fit], share[:fit]
+        parts, places = [], {disk: number for number, disk in enumerate(takers)}
+        for disk, origin in disks:
+            mine = todo[share == places[disk]] if disk in places else todo[:0]
+            if len(mine):
+                blocks = live[mine], words[mine], depths[mine]
+                parts.append(self._begin_spill(disk, origin, chain, *blocks, kin[disk]))
+            else:
                 self.lowers[disk].touch(origin, kin[disk])
-                continue
-            plan = self.lowers[disk].prepare_write(origin, words[mine], depths[mine], kin=kin[disk])
-            mine = mine[plan.positions]
-            cache.blocks.pin(live[mine])
-            slots = cache.blocks.slot[live[mine]]
-            ranks = range(cache.spaces[space].rank_count)
-            offsets = np.array([cache.pages.offsets(slots, rank) for rank in ranks], np.int64)
-            parts.append(
-                SpillPart(
-                    disk, plan, chain, live[mine], offsets, words[mine], depths[mine], kin[disk]
-                )
-            )
         is_short = sum(len(part.entries) for part in parts) < len(todo)
         return tuple(part for part in parts if self._has_begun(part)), has_more and not is_short
+
+    def _begin_spill(
+        self,
+        disk: int,
+        origin: SpaceId,
+        chain: Chain,
+        live: Entries,
+        words: Words,
+        depths: NDArray[np.int32],
+        kin: Entries,
+    ) -> SpillPart:
+        cache, ranks = self.cache, range(self.cache.spaces[chain.space].rank_count)
+        plan = self.lowers[disk].prepare_write(origin, words, depths, kin=kin)
+        at = plan.positions
+        cache.blocks.pin(live[at])
+        slots = cache.blocks.slot[live[at]]
+        offsets = np.array([cache.pages.offsets(slots, rank) for rank in ranks], np.int64)
+        return SpillPart(disk, plan, chain, live[at], offsets, words[at], depths[at], kin)
+
+    def unwritten(self) -> tuple[int, int]:
+        """Blocks that can be found in the pool and that no disk has; and their bytes.
+
+        Cost: a look-up of each that is not known to be on a disk.
+        """
+        cache, count, size = self.cache, 0, 0
+        rows = np.flatnonzero((cache.blocks.state == SEALED) & ~cache.blocks.below).astype(np.int32)
+        spaces = cache.blocks.space[rows]
+        reachable = [space for space, (_, numbers) in self._origins.items() if numbers]
+        for space in reachable:
+            mine = rows[spaces == space]
+            for first in range(0, len(mine), LOOKED_AT_ONCE):
+                words = cache.index.hashes_of(mine[first : first + LOOKED_AT_ONCE])
+                missing = int(np.count_nonzero(~self.has(space, words)))
+                count, size = count + missing, size + missing * cache.spaces[space].block_bytes
+        return count, size
+
+    def _mark_below(self, live: Entries, words: Words, disks: list[tuple[int, SpaceId]]) -> Bools:
+        """Note which blocks a disk has; returns these and those that are being written."""
+        is_below = np.zeros(len(live), np.bool_)
+        is_known = np.zeros(len(live), np.bool_)
+        for disk, origin in disks:
+            rows = self.lowers[disk].index.find(origin, words)
+            is_known |= rows >= 0
+            is_below |= (rows >= 0) & (self.lowers[disk].blocks.state[rows] == SEALED)
+        self.cache.blocks.below[live[is_below]] = True
+        return is_known
 
     def end_spill(self, part: SpillPart, is_written: Bools, sums: NDArray[np.uint64]) -> int:
         """Nothing reads the pool's pages any more; returns how many blocks the disk has now."""
@@ -347,8 +326,7 @@ class Below:
         words: Words,
         depths: NDArray[np.int32],
         kin: dict[int, Entries],
-        writable: list[tuple[int, SpaceId]],
-    ) -> tuple[Entries, Words, NDArray[np.int32], Bools]:
+    ) -> tuple[Entries, Words, NDArray[np.int32]]:
         """The pool's blocks up to the first position that neither pool nor a disk has.
 
         A block behind a gap could not be found; it would only take the place of others.
@@ -360,8 +338,4 @@ class Below:
         for disk, rows in kin.items():  # root first: none is used without its ancestors
             kin[disk] = rows[self.lowers[disk].blocks.depth[rows] < end]
         keep = depths < end
-        live, words, depths = live[keep], words[keep], depths[keep]
-        is_below = np.zeros(len(live), np.bool_)
-        for disk, origin in writable:
-            is_below |= self.lowers[disk].find(origin, words) >= 0
-        return live, words, depths, is_below
+        return live[keep], words[keep], depths[keep]

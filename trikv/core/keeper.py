@@ -11,7 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from trikv.core.blocks import SEALED, Blocks
+from trikv.core.adopting import bring_back
+from trikv.core.blocks import Blocks
 from trikv.core.errors import KvError
 from trikv.core.index import Index
 from trikv.core.ledger import Found, Ledger
@@ -111,29 +112,14 @@ class Keeper:
         shape: ShapeId,
     ) -> int:
         slots = found.slots[batch]
-        by_place = np.argsort(slots)
-        taken = self._pages.take(shape, slots[by_place])
-        is_taken = np.isin(slots, taken[: self._blocks.unused_count])
-        is_taken &= self._index.find(space, found.words[batch]) < 0
-        self._ledger.strike(slots[~is_taken])
-        self._pages.free(np.setdiff1d(taken, slots[is_taken]))
-        mine = batch[is_taken]
-        entries = self._blocks.reserve(
-            found.slots[mine],
-            found.depths[mine],
-            space=space,
-            rank_count=len(found.page_bytes),
-        )
-        if len(entries) == 0:
-            return 0
-        self._pages.set_owner(found.slots[mine], entries)
-        self._index.insert(space, found.words[mine], entries)
-        self._blocks.claim_whole(entries)
         self._is_adopting = True
         try:
-            self._blocks.fill_whole(entries)
+            parts = self._pages, self._blocks, self._index
+            back, entries = bring_back(
+                *parts, space, shape, slots, found.words[batch], found.depths[batch]
+            )
         finally:
             self._is_adopting = False
-        assert bool((self._blocks.state[entries] == SEALED).all())
+        self._ledger.strike(np.delete(slots, back))
         self._room.touch(shape, entries[::-1])
         return len(entries)

@@ -11,31 +11,35 @@ a block is read or written.
 | filling | not written | absent |
 | absent | `adopt`: its record was found | sealed |
 | sealed | `complete_read`: its bytes were wrong | doomed until the last read ends |
-| filling, sealed | `drop_origin` | doomed until nobody reads or writes it |
+| filling, sealed | `retire_origin`, and in its turn `drop_retired` | doomed until nobody holds it |
 
 What a block hash is unique in is an *origin*: 32 bytes that stay the same over restarts; here a
-small number stands for it. Nothing is erased on the disk: a record is dead when its slot's region
+small number stands for it, another one after each reset: so what was reset is out of reach at
+once, and dropped bit by bit. Nothing is erased on the disk: a record is dead when its slot's region
 was cut anew, a newer record of its key exists, its origin was voided, or its bytes differ.
 """
 
+import itertools
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.blocks import FILLING, SEALED, Blocks
+from trikv.core.adopting import bring_back, by_origin
+from trikv.core.blocks import SEALED, Blocks
 from trikv.core.counters import Counters
+from trikv.core.disklayout import SLOT_BYTES_MIN
 from trikv.core.errors import KvError
 from trikv.core.index import Index
 from trikv.core.namespace import ORIGIN_BYTES
 from trikv.core.pages import NO_SHAPE, Pages
 from trikv.core.policies import leaf_first_lru
+from trikv.core.retired import Retired
 from trikv.core.room import Room
 from trikv.core.rows import newest
-from trikv.core.slots import SLOT_BYTES_MIN, Recovered
+from trikv.core.slots import Recovered
 from trikv.core.tenants import Tenants
 from trikv.core.words import Entries, ShapeId, SpaceId, Words
 
@@ -111,8 +115,10 @@ class Lower:
         self._noted: deque[tuple[SpaceId, Entries, NDArray[np.uint32]]] = deque(maxlen=NOTED_MAX)
         self._cut_for = np.full(region_count, NO_SHAPE, np.int64)  # as the headers say
         self._origins: dict[bytes, SpaceId] = {}
+        self._numbers = itertools.count()
         self._shapes: dict[SpaceId, ShapeId] = {}
-        self._floors: dict[SpaceId, int] = {}  # older records of the origin are dead
+        self._floors: dict[bytes, int] = {}  # older records of the origin are dead
+        self._retired = Retired(self.blocks)
 
     # -- origins
 
@@ -132,35 +138,52 @@ class Lower:
             return None
         self._room.open(shape)
         known = self._origins.get(origin)
+        if known is not None and self._shapes[known] != shape:  # cannot be: pages are in the name
+            self.retire_origin(origin)
+            known = None
         if known is None:
-            known = self._origins[origin] = SpaceId(len(self._origins))
-            self._shapes[known] = shape
-        elif self._shapes[known] != shape:  # cannot be, as pages are part of the name
-            self.drop_origin(known)
+            known = self._origins[origin] = SpaceId(next(self._numbers))
             self._shapes[known] = shape
         if self.tenants is not None and tenant is not None:
             self.tenants.assign(known, tenant)
         return known
 
-    def drop_origin(self, origin: SpaceId) -> int:
-        """Forget all blocks of an origin, also those that `adopt` has not brought yet.
+    def retire_origin(self, origin: bytes) -> None:
+        """All blocks of an origin are out of reach, also those that `adopt` has not brought yet.
 
-        Returns:
-            How many were known.
+        Nobody may use its number any more; `open_origin` gives another one. What is being read or
+        written under the old number ends as it would have.
         """
-        states = self.blocks.state
-        mine = (self.blocks.space == origin) & ((states == FILLING) | (states == SEALED))
-        entries = np.flatnonzero(mine).astype(np.int32)
-        self._drop(entries)
         self._floors[origin] = self.next_sequence
-        return len(entries)
+        number = self._origins.pop(origin, None)
+        if number is not None:
+            self._retired.add(number)
+
+    def drop_retired(self) -> bool:
+        """Forget some blocks of retired origins, in some milliseconds; False: none are left."""
+        if not len(self._retired):
+            self._forget_numbers()
+            return False
+        _, entries = self._retired.next()
+        self._drop(entries)
+        self.counters.dropped_blocks_total += len(entries)
+        return True
+
+    def _forget_numbers(self) -> None:
+        """Retired origins whose last blocks are gone."""
+        if len(self._shapes) > len(self._origins):
+            gone = self._shapes.keys() - set(self._origins.values())
+            for number in gone - self.blocks.used_by_space.keys():
+                del self._shapes[number]
+                if self.tenants is not None:
+                    self.tenants.forget(number)
 
     def floor(self, origin: bytes) -> int:
-        """Records of a dropped origin with a lower sequence are dead.
+        """Records of a retired origin with a lower sequence are dead.
 
         Of one that has no place here too: its records may be found again after another start.
         """
-        return self._floors.get(self._origins.get(origin, SpaceId(-1)), self.next_sequence)
+        return self._floors.get(origin, self.next_sequence)
 
     def withhold(self, fault: str) -> None:
         """The disk is not used any more: nothing is found, nothing is written."""
@@ -290,11 +313,11 @@ class Lower:
         rows = np.flatnonzero(np.isin(found.regions, cut))
         assert len(rows) == 0 or found.sequences[rows].max() < self.next_sequence
         count = 0
-        for raw, at in _by_origin(found.origins[rows]):
+        for raw, at in by_origin(found.origins[rows]):
             origin = self.open_origin(raw, page_bytes)
             mine = rows[at]
             if origin is not None:
-                mine = mine[found.sequences[mine] >= self._floors.get(origin, 0)]
+                mine = mine[found.sequences[mine] >= self._floors.get(raw, 0)]
                 count += self._adopt(origin, shape, found, mine)
         return count
 
@@ -303,19 +326,13 @@ class Lower:
         known = self.index.find(origin, found.words[rows])
         older = (known >= 0) & (self.sequence[known] < found.sequences[rows])
         self._drop(known[older])  # of a key that stands twice, the newer
-        rows = rows[older | (known < 0)][: self.blocks.unused_count]
-        wanted = found.regions[rows] * self.pages.slots_per_slab_max + found.positions[rows]
-        slots = self.pages.take(shape, wanted)
-        rows = rows[np.isin(wanted, slots)]
-        entries = self.blocks.reserve(slots, found.depths[rows], space=origin, rank_count=1)
-        if len(entries) == 0:
-            return 0
-        self.blocks.claim(entries, 0)
-        self.pages.set_owner(slots, entries)
-        self.index.insert(origin, found.words[rows], entries)
-        self.blocks.fill(entries, 0)
-        self.sequence[entries] = found.sequences[rows]
-        self.sums[entries] = found.sums[rows]
+        slots = found.regions[rows] * self.pages.slots_per_slab_max + found.positions[rows]
+        parts = self.pages, self.blocks, self.index
+        back, entries = bring_back(
+            *parts, origin, shape, slots, found.words[rows], found.depths[rows]
+        )
+        self.sequence[entries] = found.sequences[rows[back]]
+        self.sums[entries] = found.sums[rows[back]]
         return len(entries)
 
     def adopted(self) -> tuple[Entries, tuple[Int64s, Int64s]]:
@@ -342,7 +359,8 @@ class Lower:
             origin, entries, generations = self._noted.popleft()
             live = self.blocks.generation[entries] == generations
             live &= self.blocks.state[entries] == SEALED
-            self.touch(origin, entries[live])
+            if origin in self._shapes:
+                self.touch(origin, entries[live])
 
     # -- inside
 
@@ -361,37 +379,3 @@ class Lower:
             origin = SpaceId(self.blocks.space.item(entries.item(0)))
             self._room.orders[self._shapes[origin]].forget(entries)
             self._room.free(self.blocks.drop(entries))
-
-
-def _by_origin(origins: NDArray[np.uint8]) -> Iterator[tuple[bytes, Int64s]]:
-    """The origins of a batch, mostly one or a few, and which rows are of each."""
-    columns = np.ascontiguousarray(origins).view(np.uint64).reshape(-1, ORIGIN_BYTES // 8)
-    rest = np.arange(len(columns))
-    while len(rest):
-        first = columns[rest[0]]
-        is_same = np.logical_and.reduce([columns[rest, at] == one for at, one in enumerate(first)])
-        yield first.tobytes(), rest[is_same]
-        rest = rest[~is_same]
-
-
-def parts_of(found: Recovered, records_max: int = 2_048) -> Iterator[Recovered]:
-    """The same in parts that `adopt` is done with in some milliseconds; whole regions."""
-    counts = np.array([np.count_nonzero(found.regions == region) for region in found.cut], np.int64)
-    part = (np.cumsum(counts) - counts) // records_max
-    for number in np.unique(part).tolist():
-        at = part == number
-        rows = np.isin(found.regions, found.cut[at])
-        pages = tuple(one for one, mine in zip(found.page_bytes, at, strict=True) if mine)
-        yield Recovered(
-            found.cut[at],
-            found.slot_bytes[at],
-            pages,
-            found.regions[rows],
-            found.positions[rows],
-            found.origins[rows],
-            found.words[rows],
-            found.depths[rows],
-            found.sequences[rows],
-            found.sums[rows],
-            found.lengths[rows],
-        )

@@ -174,10 +174,10 @@ class Pages:
 
         Args:
             shape: what their slabs are cut for.
-            slots: int64[n], distinct, those of a slab one after another.
+            slots: int64[n], distinct.
 
         Returns:
-            int64[m]: those that were free, in slabs that are free or this shape's.
+            int64[m]: those that were free, in slabs that are free or this shape's; in their order.
         """
         cut = self._cuts[shape]
         slabs = self.slab_of(slots)

@@ -1,9 +1,8 @@
-"""What lies where on a disk, and the records that say what is in its slots.
+"""The records that say what is in the slots of a disk.
 
-Decided here: the layout, the formats of region headers and records, and when a record counts. The
-superblock is in `superblock.py`. This file does not know files, rings, or which blocks are wanted.
-
-    2 superblocks | a header page a region | room for the records of each region | regions
+Decided here: the formats of region headers and records, and when a record counts. What lies where
+is in `disklayout.py`, the superblock in `superblock.py`. This file does not know files, rings, or
+which blocks are wanted.
 
 A region is cut into slots of one size by its header. A slot holds a block: the pages of all ranks,
 one after another. Its record is beside those of its neighbours, 16 a page; none crosses a sector.
@@ -22,18 +21,12 @@ from numpy.typing import NDArray
 
 from trikv.core import sums
 from trikv.core.blocks import RANKS_MAX
-from trikv.core.errors import BadRequestError
+from trikv.core.disklayout import RECORD_BYTES, SLOT_BYTES_MIN, Layout, aligned
 from trikv.core.namespace import ORIGIN_BYTES
 from trikv.core.pages import PAGE_ALIGN
-from trikv.core.superblock import COPIES
 from trikv.core.words import Words
 
-SLOT_BYTES_MIN: Final = 32 << 10
-RECORD_BYTES: Final = 256
 RECORDS_A_PAGE: Final = PAGE_ALIGN // RECORD_BYTES
-REGION_BYTES_MIN: Final = 2 << 20  # a huge page: where regions begin
-REGION_BYTES_MAX: Final = 64 << 20
-REGIONS_WANTED: Final = 64  # so that a small disk serves several sizes of blocks
 RECORD_MARK: Final = 0x7C4B7254
 HEADER_MARK: Final = 0x7C4B7252
 RECORD_VERSION: Final = 1
@@ -80,65 +73,9 @@ assert HEADER.itemsize == PAGE_ALIGN
 assert RECORD.itemsize == RECORD_BYTES == 8 * (sums.ROW_WORDS + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where everything is on a disk of `capacity_bytes`, in bytes from its beginning."""
-
-    capacity_bytes: int
-    region_bytes: int
-    region_count: int
-
-    @property
-    def headers_offset(self) -> int:
-        """The first region's header."""
-        return COPIES * PAGE_ALIGN
-
-    @property
-    def records_bytes(self) -> int:
-        """Room for the records of one region."""
-        return _aligned(self.region_bytes // SLOT_BYTES_MIN * RECORD_BYTES, PAGE_ALIGN)
-
-    @property
-    def records_offset(self) -> int:
-        """The first region's records."""
-        return self.headers_offset + self.region_count * PAGE_ALIGN
-
-    @property
-    def regions_offset(self) -> int:
-        """The first region."""
-        end = self.records_offset + self.region_count * self.records_bytes
-        return _aligned(end, REGION_BYTES_MIN)
-
-
-def layout_for(capacity_bytes: int, region_bytes: int = 0) -> Layout:
-    """Cut a disk so that all of it stays within `capacity_bytes`.
-
-    Args:
-        capacity_bytes: the hard limit.
-        region_bytes: a multiple of `REGION_BYTES_MIN`; 0: chosen by the capacity.
-
-    Raises:
-        BadRequestError: not one region fits.
-    """
-    if region_bytes == 0:
-        wanted = max(1, capacity_bytes // REGIONS_WANTED)
-        power = 1 << (wanted.bit_length() - 1)
-        region_bytes = min(max(power, REGION_BYTES_MIN), REGION_BYTES_MAX)
-    assert region_bytes % REGION_BYTES_MIN == 0
-    a_region = region_bytes + PAGE_ALIGN + Layout(0, region_bytes, 0).records_bytes
-    count = (capacity_bytes - COPIES * PAGE_ALIGN) // a_region
-    while count > 0:
-        layout = Layout(capacity_bytes, region_bytes, count)
-        if layout.regions_offset + count * region_bytes <= capacity_bytes:
-            return layout
-        count -= 1
-    least = Layout(0, region_bytes, 1).regions_offset + region_bytes
-    raise BadRequestError(f"{capacity_bytes} bytes hold no region: at least {least} are needed")
-
-
 def slot_bytes(page_bytes: tuple[int, ...]) -> int:
     """Bytes of a slot for a block with these pages: what the shape of a region is."""
-    return max(SLOT_BYTES_MIN, sum(_aligned(one, PAGE_ALIGN) for one in page_bytes))
+    return max(SLOT_BYTES_MIN, sum(aligned(one, PAGE_ALIGN) for one in page_bytes))
 
 
 # -- what the core and the disk tell each other
@@ -279,8 +216,7 @@ class Regions:
         self, regions: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """Where slots begin on the disk, int64[n]."""
-        start = self.layout.regions_offset + regions * self.layout.region_bytes
-        return start + positions * self.slot_bytes[regions]
+        return self.layout.regions_at(regions) + positions * self.slot_bytes[regions]
 
 
 # -- records
@@ -353,7 +289,3 @@ def _record_sums(records: NDArray[np.void]) -> NDArray[np.uint64]:
         for first in range(0, len(words), SUMMED_AT_ONCE)
     ]
     return np.concatenate(parts) if parts else np.empty(0, np.uint64)
-
-
-def _aligned(size: int, unit: int) -> int:
-    return -(-size // unit) * unit

@@ -26,18 +26,22 @@ from trikv.core.namespace import ORIGIN_BYTES
 from trikv.core.pages import PAGE_ALIGN
 
 MARK: Final = b"TriKV disk\r\n\x1a\n\0\0"
-VERSION: Final = 1
+VERSION: Final = 2
+NOT_GROWN: Final = 1  # the version of a disk that never grew, which older daemons read too
 COPIES: Final = 2
 DELETE: Final = "delete it (a device: blkdiscard --zeroout)"
 VOIDS_MAX: Final = 96
+GROWN_MAX: Final = 16
 EPOCH_SHIFT: Final = 40  # a trillion records an epoch
 
 _FRONT: Final = struct.Struct("<16sI?3x16sQQQQQQI4x")
 _VOID: Final = struct.Struct(f"<{ORIGIN_BYTES}sQ")
+_GROWN: Final = struct.Struct(f"<{GROWN_MAX}Q")  # zeros: not yet
+_GROWN_AT: Final = _FRONT.size + VOIDS_MAX * _VOID.size
 _SUM: Final = struct.Struct("<Q")
 _BODY_BYTES: Final = PAGE_ALIGN - _SUM.size
 
-assert _FRONT.size + VOIDS_MAX * _VOID.size <= _BODY_BYTES
+assert _GROWN_AT + _GROWN.size <= _BODY_BYTES
 
 
 class UnusableDiskError(Exception):
@@ -100,6 +104,8 @@ class Superblock:
             `first_sequence`, above all earlier ones, also those that a crash has hidden.
         revision: grows with each write of the superblock.
         is_clean: it was closed, and nothing acknowledged was lost.
+        region_count: regions that it was made with.
+        grown: regions that were added each time it grew; see `disklayout.py`.
     """
 
     uuid: bytes
@@ -110,6 +116,7 @@ class Superblock:
     revision: int = 0
     is_clean: bool = True
     voids: Voids = field(default_factory=Voids)
+    grown: tuple[int, ...] = ()
 
     @property
     def tag(self) -> int:
@@ -126,7 +133,7 @@ class Superblock:
         voids = sorted(self.voids.before.items())
         front = _FRONT.pack(
             MARK,
-            VERSION,
+            VERSION if self.grown else NOT_GROWN,
             self.is_clean,
             self.uuid,
             self.capacity_bytes,
@@ -138,7 +145,8 @@ class Superblock:
             len(voids),
         )
         body = front + b"".join(_VOID.pack(*void) for void in voids)
-        body = body.ljust(_BODY_BYTES, b"\0")
+        grown = (*self.grown, *[0] * (GROWN_MAX - len(self.grown)))
+        body = (body.ljust(_GROWN_AT, b"\0") + _GROWN.pack(*grown)).ljust(_BODY_BYTES, b"\0")
         return body + _SUM.pack(sums.of_bytes(body))
 
 
@@ -155,9 +163,9 @@ def read(front: bytes) -> Superblock | None:
     whole = [page for page in marked if len(page) == PAGE_ALIGN and _is_whole(page)]
     for page in whole:
         (version,) = struct.unpack_from("<I", page, len(MARK))
-        if version != VERSION:
+        if not NOT_GROWN <= version <= VERSION:
             raise UnusableDiskError(
-                f"has format {version} and this daemon reads format {VERSION}: "
+                f"has format {version} and this daemon reads formats up to {VERSION}: "
                 f"start the daemon that made it, or {DELETE}"
             )
     if not whole:
@@ -177,5 +185,6 @@ def _unpack(page: bytes) -> Superblock:
     )
     at = range(_FRONT.size, _FRONT.size + count * _VOID.size, _VOID.size)
     before = dict(_VOID.unpack_from(page, one) for one in at)
-    voids = Voids(before, floor)
-    return Superblock(uuid, capacity, region_bytes, region_count, epoch, revision, is_clean, voids)
+    facts = uuid, capacity, region_bytes, region_count, epoch, revision, is_clean
+    grown = tuple(one for one in _GROWN.unpack_from(page, _GROWN_AT) if one)
+    return Superblock(*facts, Voids(before, floor), grown)

@@ -26,7 +26,7 @@ FAMILIES: Final = {
     "trikv_disk_errors_total": Family("Operations that failed", DISK),
     "trikv_spill_blocks_total": Family("Blocks that were written"),
     "trikv_spill_failed_blocks_total": Family("Blocks that could not be written"),
-    "trikv_spill_waiting_requests": Family("Requests whose blocks wait to be written"),
+    "trikv_spill_waiting_requests": Family("Requests that wait for a write, and batches under way"),
     "trikv_spill_dropped_requests_total": Family("Requests that had to wait too long for it"),
     "trikv_fetch_blocks_total": Family("Blocks that were brought up"),
     "trikv_fetch_failed_blocks_total": Family("Blocks that were to be brought up and were not"),

@@ -19,11 +19,13 @@ import structlog
 import trio
 from numpy.typing import NDArray
 
-from trikv.core.below import Below, ReadPart, SpillPart
+from trikv.core.adopting import parts_of
+from trikv.core.below import Below
 from trikv.core.blocks import SEALED
 from trikv.core.errors import NotReadyError
-from trikv.core.lower import Lower, parts_of
+from trikv.core.lower import Lower
 from trikv.core.namespace import ORIGIN_BYTES
+from trikv.core.parts import ReadPart, SpillPart
 from trikv.core.slots import Reads, Recovered, Writes
 from trikv.tiers.front import DiskFailedError
 from trikv.tiers.ssd import IoStalledError

@@ -18,8 +18,9 @@ from typing import Final
 import numpy as np
 import trio
 
-from trikv.core.below import Below, ReadPart
+from trikv.core.below import Below
 from trikv.core.calls import Query
+from trikv.core.parts import ReadPart
 from trikv.core.words import InstanceName, RequestId
 from trikv.nursery.disks import DiskTier
 

@@ -324,7 +324,7 @@ class Store:
             if self.keeper is not None:
                 self.keeper.retire_space(space)
             if self.below is not None:
-                self.below.drop_space(space)
+                self.below.retire_space(space)
             if self.shared is not None:
                 self.shared.retire_space(space)
         self._open_spaces(namespace)
@@ -332,7 +332,7 @@ class Store:
 
     def drop_retired(self) -> bool:
         """Forget some of the blocks that a reset has made unreachable; False: none are left."""
-        if self.cache.drop_retired():
+        if self.cache.drop_retired() or (self.below is not None and self.below.drop_retired()):
             return True
         if self.cache.blocks.counts[DOOMED] == 0:  # else somebody still reads or writes some
             self._close_old_spaces()

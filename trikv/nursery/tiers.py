@@ -102,12 +102,19 @@ class Tiers:
         with trio.CancelScope(shield=True):
             with trio.move_on_at(max(self.until_s, trio.current_time() + FLUSH_S)):
                 await self.spilling.drain()
-            left = len(self.below.spills)
-            if left:
-                log.warning("spill.unfinished", requests=left)
+            self._tell_unwritten()
             with trio.move_on_after(CLOSE_S):
-                for one in self.disks:
-                    await one.close()
+                async with trio.open_nursery() as nursery:
+                    for one in self.disks:
+                        nursery.start_soon(one.close)
+
+    def _tell_unwritten(self) -> None:
+        """One line about what ends with the pool, or, where that is kept, is not on a disk yet."""
+        blocks, size = self.below.unwritten()
+        if blocks:
+            kept = self.store.keeper is not None
+            tell = log.info if kept else log.warning
+            tell("spill.unfinished", block_count=blocks, bytes=size, is_kept_in_pool=kept)
 
     # -- for the service
 

@@ -9,7 +9,8 @@ there is one.
 | nothing, or a folder without our file | made, allocated, formatted |
 | empty, or zeros at both ends | allocated, formatted |
 | ours, as large as is asked for | opened; what was cut off is allocated anew |
-| ours, of another size or version; damaged; somebody else's; in use | refused |
+| ours, smaller | allocated, opened; the rest is used too once the superblock says so |
+| ours, larger or of another version; damaged; somebody else's; in use | refused |
 """
 
 import ctypes
@@ -22,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from trikv.core.disklayout import Layout, grow, layout_for, layout_of
 from trikv.core.errors import BadRequestError
 from trikv.core.pages import PAGE_ALIGN
-from trikv.core.slots import Layout, layout_for
 from trikv.core.superblock import COPIES, DELETE, Superblock, UnusableDiskError, read
 
 FILE_NAME: Final = "trikv.ssd"
@@ -76,7 +77,7 @@ def open_file(path: str, capacity_bytes: int, *, region_bytes: int = 0) -> DiskF
     Args:
         path: a file, a device, or a folder in which the file is or is to be.
         capacity_bytes: a hard limit of what is used.
-        region_bytes: see `slots.layout_for`; only a new disk is cut so.
+        region_bytes: see `disklayout.layout_for`; only a new disk is cut so.
 
     Raises:
         UnusableDiskError: see the table above; the place is as it was before.
@@ -134,17 +135,21 @@ def _prepare(fd: int, capacity_bytes: int, region_bytes: int) -> Superblock:
     size = os.lseek(fd, 0, os.SEEK_END)
     found = read(_read(fd, 0, COPIES * PAGE_ALIGN))
     if found is None:
-        if size and not _is_blank(fd, size):
+        if size and not _is_blank(fd, 0, size):
             raise UnusableDiskError("holds something that is not ours: it is left alone")
         layout = layout_for(capacity_bytes, region_bytes)
         found = Superblock(os.urandom(16), capacity_bytes, layout.region_bytes, layout.region_count)
-    elif found.capacity_bytes != capacity_bytes:
+    elif capacity_bytes < found.capacity_bytes:
         raise UnusableDiskError(
-            f"was made for {found.capacity_bytes} bytes and {capacity_bytes} are asked for: "
-            f"ask for the same, or {DELETE}"
+            f"has {found.capacity_bytes} bytes and {capacity_bytes} are asked for: it can grow but "
+            f"not shrink: ask for {found.capacity_bytes} or more, or {DELETE}"
         )
     else:
-        layout = Layout(capacity_bytes, found.region_bytes, found.region_count)
+        layout = layout_of(found)
+        if capacity_bytes > found.capacity_bytes:
+            used, layout = layout.end, grow(found, capacity_bytes)
+            if not _is_blank(fd, used, min(size, layout.end)):
+                raise UnusableDiskError("something that is not ours is behind it: it cannot grow")
     _allocate(fd, size, layout, is_file=stat.S_ISREG(facts.st_mode))
     return found
 
@@ -164,7 +169,7 @@ def _lock(fd: int) -> None:
 
 def _allocate(fd: int, size: int, layout: Layout, *, is_file: bool) -> None:
     """Make sure that no write can find the place full later; what is there stays."""
-    wanted = layout.regions_offset + layout.region_count * layout.region_bytes
+    wanted = layout.end
     if not is_file:
         if size < wanted:
             raise UnusableDiskError(f"has {size} bytes and {layout.capacity_bytes} are asked for")
@@ -183,11 +188,11 @@ def _allocate(fd: int, size: int, layout: Layout, *, is_file: bool) -> None:
     raise OSError(code, os.strerror(code))
 
 
-def _is_blank(fd: int, size: int) -> bool:
+def _is_blank(fd: int, start: int, end: int) -> bool:
     """Nothing but zeros where anybody would have left a mark."""
-    first = _read(fd, 0, ZEROS_FIRST)
-    start = max(0, size - ZEROS_LAST) // PAGE_ALIGN * PAGE_ALIGN
-    last = _read(fd, start, ZEROS_LAST + PAGE_ALIGN)
+    first = _read(fd, start, max(0, min(ZEROS_FIRST, end - start)))
+    late = max(start, end - ZEROS_LAST) // PAGE_ALIGN * PAGE_ALIGN
+    last = _read(fd, late, max(0, min(ZEROS_LAST + PAGE_ALIGN, end - late)))
     return first.count(0) == len(first) and last.count(0) == len(last)
 
 

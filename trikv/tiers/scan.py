@@ -61,8 +61,8 @@ async def _read_headers(regions: Regions, run: Run, limiter: trio.CapacityLimite
     step = CHUNK_BYTES // PAGE_ALIGN
     for first in range(0, regions.layout.region_count, step):
         count = min(step, regions.layout.region_count - first)
-        rows = np.arange(count)
-        await _read_pages(regions.layout.headers_offset + (first + rows) * PAGE_ALIGN, memory, run)
+        offsets = regions.layout.headers_at(np.arange(first, first + count))
+        await _read_pages(offsets, memory, run)
         adopt = partial(regions.adopt, first, memory.bytes[: count * PAGE_ALIGN])
         await in_thread(adopt, limiter)
 
@@ -88,9 +88,7 @@ async def _read_records(
     """The record pages of some regions, one region after another."""
     counts = regions.record_pages(chunk)
     owner, page = np.repeat(chunk, counts), _within(counts)
-    layout = regions.layout
-    offsets = layout.records_offset + owner * layout.records_bytes + page * PAGE_ALIGN
-    await _read_pages(offsets, memory, run)
+    await _read_pages(regions.layout.records_at(owner) + page * PAGE_ALIGN, memory, run)
 
 
 async def _read_pages(offsets: NDArray[np.int64], memory: Memory, run: Run) -> None:

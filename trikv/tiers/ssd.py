@@ -20,11 +20,11 @@ import numpy as np
 import trio
 from numpy.typing import NDArray
 
+from trikv.core.disklayout import layout_of
 from trikv.core.errors import BadRequestError
 from trikv.core.pages import PAGE_ALIGN
 from trikv.core.slots import (
     NO_SLOTS,
-    Layout,
     Reads,
     Recovered,
     Regions,
@@ -87,7 +87,6 @@ class Disk:
         self.path = path
         self.ring_name = ring.name
         self.region_bytes = superblock.region_bytes
-        self.region_count = superblock.region_count
         self.was_clean = superblock.is_clean
         self.fault = ""
         self.bytes_written = 0
@@ -98,7 +97,8 @@ class Disk:
         self._look = look
         self._next_generation = 0
         self._superblock = superblock
-        layout = Layout(superblock.capacity_bytes, self.region_bytes, self.region_count)
+        layout = layout_of(superblock)
+        self.region_count = layout.region_count
         self._regions = Regions(layout, superblock.tag)
         self._front = Front(superblock, self._run, ring.sync)
         self._table = Table(self._regions, self._run)
@@ -148,7 +148,7 @@ class Disk:
         generation = self._next_generation
         self._next_generation += 1
         header = make_header(self._superblock.tag, region, generation, page_bytes)
-        offset = self._regions.layout.headers_offset + region * PAGE_ALIGN
+        offset = self._regions.layout.headers_at(np.array([region])).item()
         self._regions.slot_bytes[region] = NO_SLOTS
         if not await write_page(self._run, offset, header):
             return False
@@ -368,7 +368,7 @@ async def open_disk(
         path: a file, a device, or a folder in which the file is or is to be made.
         capacity_bytes: a hard limit.
         ring: what carries out operations.
-        region_bytes: for tests; see `slots.layout_for`.
+        region_bytes: for tests; see `disklayout.layout_for`.
         io_s_max: an operation without an answer for so long turns the disk off.
 
     Raises:

@@ -105,9 +105,7 @@ class Table:
             start = page * PAGE_ALIGN
             copy = self._memory.bytes[index * PAGE_ALIGN : (index + 1) * PAGE_ALIGN]
             copy[:] = self._images[region][start : start + PAGE_ALIGN]
-        layout = self._regions.layout
-        offsets = layout.records_offset + pages[:, 0] * layout.records_bytes
-        offsets += pages[:, 1] * PAGE_ALIGN
+        offsets = self._regions.layout.records_at(pages[:, 0]) + pages[:, 1] * PAGE_ALIGN
         addresses = np.arange(len(pages), dtype=np.uint64) * np.uint64(PAGE_ALIGN)
         addresses += np.uint64(self._memory.address)
         transfers, order, of = join(
@@ -124,11 +122,10 @@ class Table:
         if image is not None:
             self._images.move_to_end(region)
             return image
-        layout = self._regions.layout
         size = int(self._regions.record_pages(np.array([region])).item()) * PAGE_ALIGN
         memory = Memory(size)
-        offset = layout.records_offset + region * layout.records_bytes
-        places = np.array([offset]), np.array([[memory.address]], np.uint64)
+        offsets = self._regions.layout.records_at(np.array([region]))
+        places = offsets, np.array([[memory.address]], np.uint64)
         transfers, _, _ = join(*places, (size,), is_write=False, keep=memory)
         await self._run(transfers)
         is_read = not transfers.results.any()

@@ -1,0 +1,137 @@
+"""Resets and disks: what was reset is never found again, also after a kill while it is dropped.
+
+In the test that kills, the same keys have other bytes after each reset, so that a block of an
+earlier life shows.
+"""
+
+import asyncio
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Start
+from tests.integration import disks
+from tests.integration.daemons import (
+    Engine,
+    RunningDaemon,
+    attached,
+    failed,
+    wire_code,
+    wire_ok,
+)
+from tests.integration.disks import ask, prompt, with_disk
+
+PAGE = 4096
+BLOCKS = 1024
+PROMPTS = 5
+KILLS = int(os.environ.get("TRIKV_RESET_KILLS", "4"))
+LATER_S = 0.5  # in this time all is dropped
+
+
+def byte(name: int, version: int) -> int:
+    return (16 * version + name) % 251 + 1
+
+
+async def save(engine: Engine, name: int, version: int) -> None:
+    request = f"save {name}"
+    engine.memory[0][:] = byte(name, version)
+    reply = await engine.save(prompt(name, BLOCKS), list(range(BLOCKS)), request=request)
+    assert wire_ok(reply).savedCount > 0
+    await engine.session.release([request])
+
+
+async def found(engine: Engine, name: int, version: int) -> int:
+    """Blocks that come back; none of them is of another version."""
+    request = f"load {name}"
+    ok = await ask(engine, name, request, BLOCKS)
+    if ok.hitCount:
+        engine.memory[0][:] = 0
+        assert failed(await engine.load(ok.lease, list(range(ok.hitCount)))) == []
+        assert (engine.memory[0][: ok.hitCount] == byte(name, version)).all()
+    await engine.session.release([request])
+    return int(ok.hitCount)
+
+
+async def live(daemon: RunningDaemon, rng: random.Random, version: int) -> tuple[int, int, int]:
+    """Look, save, reset, save again, be killed; returns what was found, and the version now."""
+    facts = {"page_bytes": PAGE, "block_count": BLOCKS}
+    async with attached(daemon.address, **facts) as engine:
+        old = sum([await found(engine, name, version) for name in range(PROMPTS)])
+        for name in range(PROMPTS):
+            if await found(engine, name, version) < BLOCKS:
+                await save(engine, name, version)
+        await asyncio.sleep(rng.uniform(0, LATER_S))
+        reply = (await engine.session.reset()).reply
+        assert wire_ok(reply).droppedCount >= 0
+        version += 1
+        gone = sum([await found(engine, name, version) for name in range(PROMPTS)])
+        for name in rng.sample(range(PROMPTS), rng.randrange(3)):
+            await save(engine, name, version)
+        await asyncio.sleep(rng.uniform(0, LATER_S))
+        daemon.end(signal.SIGKILL)
+    return old, gone, version
+
+
+@pytest.mark.parametrize("persists", [False, True])
+def test_killed_while_it_forgets(
+    start: Start,
+    tmp_path: Path,
+    folder: Path,
+    persists: bool,  # noqa: FBT001
+) -> None:
+    rng, version, came_back = random.Random(1), 0, 0
+    arguments = ["--ssd-write-through", "--pool-size", "16mb", "--slab-size", "1mb"]
+    if persists:
+        arguments += ["--persist", str(folder)]
+    for _ in range(KILLS):
+        daemon = with_disk(start, tmp_path, *arguments, capacity="256mb")
+        old, gone, version = asyncio.run(live(daemon, rng, version))
+        assert gone == 0
+        came_back += old
+    assert came_back > 0  # or this shows nothing
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_what_was_reset_never_returns(start: Start, tmp_path: Path, end: signal.Signals) -> None:
+    async def first() -> None:
+        async with attached(daemon.address, **disks.engine_options()) as engine:
+            await disks.save(engine, "a")
+            await disks.save(engine, "b", 8)
+            await disks.quiet(daemon)
+            assert wire_ok((await engine.session.reset()).reply).droppedCount > 0
+            assert await disks.load(engine, "a") == 0
+            await disks.save(engine, "b", 4)
+            await disks.quiet(daemon, lambda facts: facts["disks"][0]["blockCount"] == 4)
+
+    async def second() -> None:
+        async with attached(daemon.address, **disks.engine_options()) as engine:
+            assert await disks.load(engine, "a") == 0
+            assert await disks.load(engine, "b", 8) == 4
+
+    daemon = with_disk(start, tmp_path, "--ssd-write-through", "--pool-size", "16mb")
+    asyncio.run(first())
+    daemon.end(end)
+    daemon = with_disk(start, tmp_path, "--ssd-write-through", "--pool-size", "16mb")
+    asyncio.run(second())
+
+
+def test_a_reset_that_the_disk_does_not_take_is_not_answered_as_done(
+    start: Start, tmp_path: Path
+) -> None:
+    async def serve() -> None:
+        async with attached(daemon.address, **disks.engine_options()) as engine:
+            await disks.save(engine, "a", 8)
+            await disks.quiet(daemon)
+            faults.set("full")
+            reply = (await engine.session.reset()).reply
+            assert wire_code(reply) == "not-ready"
+            assert "cannot be told to forget" in reply.error.message
+            assert await disks.load(engine, "a", 8) == 0
+
+    faults = disks.Faults(tmp_path)
+    arguments = ("--ssd-ring", "threads", "--ssd-write-through")
+    daemon = with_disk(start, tmp_path, *arguments, before=faults.before)
+    asyncio.run(serve())
