@@ -1,4 +1,4 @@
-"""A pool in several NUMA nodes' memory: how it is divided, and that slots near the asker go first."""
+"""A pool in several NUMA nodes' memory: how it is divided, and that near slots go first."""
 
 from dataclasses import replace
 from itertools import pairwise

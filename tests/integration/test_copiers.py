@@ -238,6 +238,28 @@ async def test_memory_that_cannot_be_mapped_is_refused_and_others_are_served(gpu
             await good.save(["b"], [0], event=9)
 
 
+async def test_blocks_are_saved_near_their_gpu_and_what_comes_from_afar_is_counted(
+    gpu: Gpu,
+) -> None:
+    """A pool of two halves in two NUMA nodes, and a GPU near the second."""
+    gpu.control[fake_gpu.NODE] = 1 + 1
+    half, names = 4 << 20, range(32)
+    async with running(gpu, 2 * half, ((0, 0), (half, 1))) as daemon:
+        rank = Rank(daemon, pieces=(Piece(0, 0, 256 << 10, 256 << 10),), blocks=32)
+        await rank.attach()
+        fill(rank)
+        counters = daemon.service.store.cache.counters
+        assert await rank.save(names[:16], names[:16]) == 16
+        assert counters.save_far_bytes_total == 0
+        assert set(daemon.pool.memory[:half].tolist()) == {0}
+        assert await rank.save(names[16:28], names[16:28]) == 12  # the near half is full
+        assert counters.save_far_bytes_total == 12 * rank.page_bytes
+        assert await rank.load(names[:16], names[:16]) == []
+        assert counters.load_far_bytes_total == 0
+        assert await rank.load(names[16:28], names[:12], request="far") == []
+        assert counters.load_far_bytes_total == 12 * rank.page_bytes
+
+
 async def test_a_session_s_end_unmaps_its_memory(gpu: Gpu) -> None:
     async with running(gpu) as daemon:
         rank = Rank(daemon)

@@ -71,7 +71,7 @@ def opened(settings: Settings, size_bytes: int) -> Iterator[Opened]:
     size_bytes = size_bytes // unit * unit
     slab_bytes = slab_bytes_for(size_bytes, settings.slab_size)
     begin_s = time.perf_counter()
-    spread = partial(_spread, numa.pool_nodes() if settings.numa == "auto" else ())
+    spread = partial(spread_over, numa.pool_nodes() if settings.numa == "auto" else ())
     if settings.persist:
         try:
             found = kept.open_kept(Path(settings.persist), size_bytes, slab_bytes, spread=spread)
@@ -104,7 +104,7 @@ def notice(settings: Settings, backing: str) -> str:
     return f"{COST}: {KEPT_CURE if settings.persist else CURE}"
 
 
-def _spread(nodes: tuple[int, ...], address: int, size_bytes: int) -> Parts:
+def spread_over(nodes: tuple[int, ...], address: int, size_bytes: int) -> Parts:
     """A pool goes on without, where the kernel refuses: containers may."""
     try:
         return numa.spread(address, size_bytes, nodes)
