@@ -4,7 +4,6 @@ import ctypes
 import itertools
 import mmap
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import pytest
 import structlog
 import trio
 
+from tests.tiers.numa_maps import pages_by_node, policies
 from trikv.core.banks import ANY_BANK, WHOLE, divide
 from trikv.core.pages import Pages
 from trikv.nursery import keeping, populating
@@ -77,16 +77,6 @@ def test_a_gpu_is_found_by_its_place_on_the_bus(tmp_path: Path) -> None:
     assert numa.node_of("0000:01:00.0", tmp_path) == ANY_BANK
 
 
-def policies(address: int, size: int) -> list[tuple[int, str]]:
-    """What the kernel says of a range: offset and policy of each mapping in it."""
-    found = []
-    for line in Path("/proc/self/numa_maps").read_text().splitlines():
-        at, policy = line.split()[:2]
-        if address <= int(at, 16) < address + size:
-            found.append((int(at, 16) - address, policy))
-    return found
-
-
 @pytest.fixture
 def opened() -> Iterator[list[Pool]]:
     pools: list[Pool] = []
@@ -109,16 +99,6 @@ def test_the_kernel_is_told_where_each_part_is_to_come_from(opened: list[Pool]) 
     opened.append(plain)
     assert plain.parts == WHOLE
     assert policies(plain.address, plain.bytes) == [(0, "default")]
-
-
-def pages_by_node(address: int, size: int) -> dict[int, int]:
-    """Pages of a range, by the node that they are on."""
-    counts: dict[int, int] = {}
-    for line in Path("/proc/self/numa_maps").read_text().splitlines():
-        if address <= int(line.split()[0], 16) < address + size:
-            for node, count in re.findall(r" N(\d+)=(\d+)", line):
-                counts[int(node)] = counts.get(int(node), 0) + int(count)
-    return counts
 
 
 def test_a_node_that_is_not_there_is_refused_and_the_pool_goes_on_without(
