@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from tests.integration.fake_gpu_daemon import (
 from trikv.core.errors import BadRequestError, KvError, NotReadyError, OverloadedError
 from trikv.core.layout import Piece
 from trikv.nursery import copier as copier_module
+from trikv.nursery.copiers import PoolPlace, gpu_command
 
 PIECES = st.lists(st.sampled_from([1, 2, 48, 512, 4096, 5000]), min_size=1, max_size=5)
 
@@ -275,6 +277,32 @@ async def test_a_daemon_without_cuda_says_so(gpu: Gpu) -> None:
         daemon.facts.copiers.refusal = "this daemon has no CUDA"
         with pytest.raises(KvError, match="no CUDA"):
             await Rank(daemon).attach()
+
+
+OLD_DRIVER = """
+from bench import fake_cuda
+made_up = fake_cuda.module
+def module():
+    made = made_up()
+    made.driver_version, made.BINDINGS = (lambda: 12_040), "13.3.1"
+    return made
+fake_cuda.module = module
+fake_cuda.main()
+"""
+
+
+async def test_a_driver_older_than_the_bindings_is_told_to_the_engine(gpu: Gpu) -> None:
+    """The real copier, on a driver that says it is one of CUDA 12."""
+
+    def command(uuid: str, pool: PoolPlace, sockets: Sequence[int]) -> list[str]:
+        real = gpu_command(uuid, pool, sockets)
+        return [sys.executable, "-c", OLD_DRIVER, *real[real.index("trikv.tiers.device") + 1 :]]
+
+    async with running(gpu) as daemon:
+        daemon.facts.copiers.command = command
+        with pytest.raises(NotReadyError, match=r"speaks CUDA 12\.4.*install trikv\[cu12\]"):
+            await Rank(daemon).attach()
+        assert "install trikv[cu12] instead of trikv[cu13]" in daemon.facts.shown_state
 
 
 async def test_a_copier_that_cannot_start_is_not_started_all_the_time(gpu: Gpu) -> None:
