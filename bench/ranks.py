@@ -14,7 +14,8 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection
@@ -163,10 +164,19 @@ def work(address: str, ranks: int, pipe: Connection) -> None:
                 moved["load"] += blocks * ranks * PAGE_BYTES
 
         for one in (keep_saving, keep_loading):
-            threading.Thread(target=one, daemon=True).start()
+            threading.Thread(target=or_end, args=(one,), daemon=True).start()
         while True:
             pipe.recv()
             pipe.send(dict(moved))
+
+
+def or_end(run: Callable[[], None]) -> None:
+    """An error is the end of the process: who asks it hears that."""
+    try:
+        run()
+    except BaseException:  # noqa: BLE001  # whatever it is, nothing is measured any more
+        traceback.print_exc()
+        os._exit(1)
 
 
 def cpu_s(pid: int) -> float:
