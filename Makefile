@@ -60,7 +60,7 @@ integration: $(READY) ## tests with real processes, sockets and memory
 contract: venv ## the connector on the real schedulers of the oldest and newest vLLM
 	@$(PY) -m pytest tests/connector
 
-guest: $(READY) ## RDMA on the kernel's own verbs, in a guest with Soft-RoCE NICs (1-3 minutes)
+guest: $(READY) ## RDMA on the kernel's own verbs, and NUMA nodes, in QEMU guests (2-5 minutes)
 	@$(PY) -m pytest tests/guest
 
 e2e: $(READY) ## tests with a real engine (20-40 s a start)

@@ -2,6 +2,7 @@
 
     python -m bench.transfer [--json] [--layouts all|NAME,...] [--mib 128,512,2048] [--rounds 7]
         [--load] [--plot FILE.png [--lines FILE.jsonl]]
+    python -m bench.transfer --ranks 8 [--calls 2000] [--json]     (needs no GPU: see `bench.ranks`)
 
 A daemon with a copier, and an engine process with real KV tensors, through the connector's own
 worker. `save` and `load` are the copier's: from the arrival of the order to the last byte, the
@@ -23,12 +24,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench import daemons
+from bench import daemons, ranks
 from bench.gpu_engine import LAYOUTS, GpuEngine, compute, gpu_engine
 from bench.lines import Line, print_json, print_table
 
@@ -280,9 +282,15 @@ def main() -> None:
     parser.add_argument("--load", action="store_true")
     parser.add_argument("--plot", help="draw a picture")
     parser.add_argument("--lines", help="measure nothing: take what an earlier run printed")
+    parser.add_argument("--ranks", type=int, help="so many ranks on made-up GPUs: Python's share")
+    parser.add_argument("--calls", type=int, default=2000, help="queries meanwhile, with --ranks")
     args = parser.parse_args()
     if args.lines:
         plot(read_lines(args.lines), args.plot)
+        return
+    if args.ranks:
+        show = partial(print_json, "transfer") if args.json else print_table
+        show(ranks.measure(args.ranks, args.calls))
         return
     if not torch.cuda.is_available():
         sys.exit("bench.transfer: needs an NVIDIA GPU")

@@ -349,7 +349,8 @@ struct PoolStatus {
   blockCount @6 :UInt64;
   fillingCount @7 :UInt64;
   leaseCount @8 :UInt64;
-  backing @9 :Text;                 # hugetlb, huge pages on request, or 4 KiB pages
+  backing @9 :Text;                 # hugetlb, huge pages on request, or 4 KiB pages; and where
+  notice @10 :Text;                 # what could make it faster, or nothing
 }
 
 struct NamespaceStatus {

@@ -8,12 +8,14 @@
 # sources have their usual paths. Ends with the command's exit status; 98: the guest did not get there.
 #
 # Environment: GUEST_CACHE (the kernel; default .cache/guest)  GUEST_RAILS (2)  GUEST_LIMIT_S (280)
+# GUEST_NODES (NUMA nodes, a processor each and equal memory; 1)
 # Installs what is missing (tools/packages.sh guest) and fetches Debian's kernel once (70 MB).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 command=${1:?a command to run in the guest}
 cache=${GUEST_CACHE:-.cache/guest}
 rails=${GUEST_RAILS:-2}
+nodes=${GUEST_NODES:-1}
 limit_s=${GUEST_LIMIT_S:-280}
 export PATH=$PATH:/usr/sbin:/sbin
 
@@ -97,7 +99,15 @@ SETUP
 # 3. Boot. /dev/kvm may be there and unable to run this kernel: it counts only with vmx or svm.
 accel=(-accel tcg,thread=multi -cpu max)
 if [ -w /dev/kvm ] && grep -qwE 'vmx|svm' /proc/cpuinfo; then accel=(-accel kvm -cpu host); fi
-timeout "$limit_s" qemu-system-x86_64 "${accel[@]}" -machine q35 -smp 2 -m 2560 \
+layout=()
+if [ "$nodes" -gt 1 ]; then
+    for node in $(seq 0 $((nodes - 1))); do
+        layout+=(-object "memory-backend-ram,id=memory$node,size=$((2560 / nodes))M")
+        layout+=(-numa "node,nodeid=$node,memdev=memory$node,cpus=$node")
+    done
+fi
+timeout "$limit_s" qemu-system-x86_64 "${accel[@]}" -machine q35 \
+    -smp "$((nodes > 1 ? nodes : 2))" -m "$((2560 / nodes * nodes))" "${layout[@]}" \
     -nodefaults -no-user-config -display none -no-reboot -nic none -serial stdio \
     -kernel "$cache/kernel/boot/vmlinuz-$version" -initrd "$work/initramfs.gz" \
     -append "console=ttyS0 quiet panic=-1 mitigations=off random.trust_cpu=on" \

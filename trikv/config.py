@@ -30,6 +30,7 @@ class Settings:
     pool_size: int | None
     slab_size: int | None
     use_hugepages: bool
+    numa: str
     max_blocks: int | None
     persist: str | None
     takeover: bool
@@ -90,6 +91,13 @@ OPTIONS: Final = (
         read_bool,
         default=False,
         help="back the pool with reserved 2 MiB pages (vm.nr_hugepages)",
+    ),
+    Option(
+        "numa",
+        choice("auto", "off"),
+        "auto",
+        "with several NUMA nodes: auto: the pool has an equal part in the memory of each node that "
+        "has GPUs, and blocks are saved near their GPU; off: the kernel's choice",
     ),
     Option(
         "max-blocks",

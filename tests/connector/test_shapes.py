@@ -77,6 +77,9 @@ def engine(**changes: Any) -> Any:
         ({}, MambaSpec(), NEW, {}, ""),
         ({}, FullAttentionSpec(), NEW, {"PYTORCH_CUDA_ALLOC_CONF": "a:b,Expandable_Segments: True"},
          "PYTORCH_CUDA_ALLOC_CONF"),
+        ({}, FullAttentionSpec(), NEW, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+         "in PYTORCH_ALLOC_CONF"),
+        ({}, FullAttentionSpec(), NEW, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, ""),
     ],
 )  # fmt: skip
 def test_refusals(

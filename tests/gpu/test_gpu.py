@@ -280,6 +280,17 @@ def test_memory_of_expandable_segments_is_refused_by_name(tmp_path: Path) -> Non
     assert "expandable_segments:True" in shown
 
 
+def test_a_gpu_is_found_where_the_kernel_lists_it() -> None:
+    """By what the copier asks of CUDA; so the NUMA node near it is read from the right place."""
+    from trikv.tiers import gpu, numa  # noqa: PLC0415  # needs cuda-python
+
+    device = gpu.find_device(cuda.Driver().uuid())
+    assert device is not None
+    place = numa.SYSFS / "bus/pci/devices" / gpu.pci_address(device)
+    assert (place / "vendor").read_text().strip() == numa.NVIDIA
+    assert (place / "class").read_text().startswith(numa.DISPLAY_CLASSES)
+
+
 def test_one_allocation_is_exported_once() -> None:
     whole = torch.zeros(4, 64, PIECE, dtype=torch.uint8, device="cuda")
     plan = layouts.pieces({f"l{n}": whole[n] for n in range(4)}, 64, PIECE)

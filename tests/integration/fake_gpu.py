@@ -20,7 +20,7 @@ from trikv.tiers.copier import AttachError, serve
 from trikv.tiers.frames import AttachOrder, CopyOrder, Direction, pack_facts
 
 CONTROL_BYTES = 4096
-PAUSE_MS, HANG, BREAK, EARLY = range(4)  # bytes of the control
+PAUSE_MS, HANG, BREAK, EARLY, NODE = range(5)  # bytes of the control; NODE: one more than it
 CHUNK_BYTES = 16 << 10
 CHUNKS_MAX = 3
 
@@ -115,7 +115,8 @@ class FakeGpu:
 
     @property
     def facts(self) -> dict[str, str | int | float]:
-        return {"name": "Fake GPU", "threads": threading.active_count()}
+        node = self.control[NODE] - 1
+        return {"name": "Fake GPU", "threads": threading.active_count(), "node": node}
 
     def attach(self, order: AttachOrder) -> FakeMapped:
         maps = [open_map(*numbers(one)) for one in order.handles]

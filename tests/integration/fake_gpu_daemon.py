@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tests.integration import fake_gpu
 from tests.integration.daemons import hashes
 from trikv import config
+from trikv.core.banks import WHOLE, Parts
 from trikv.core.calls import Declare, GpuMemory, GroupPieces, Load, Query, Register, Save
 from trikv.core.layout import Piece, Range
 from trikv.core.words import InstanceName, LeaseId, RequestId
@@ -135,10 +136,12 @@ class Rank:
 
 
 @contextlib.asynccontextmanager
-async def running(gpu: Gpu, pool_bytes: int = 8 << 20) -> AsyncIterator[Daemon]:
+async def running(
+    gpu: Gpu, pool_bytes: int = 8 << 20, parts: Parts = WHOLE
+) -> AsyncIterator[Daemon]:
     """The daemon's tasks with copiers for the fake GPU; at the end nothing may be left."""
     flags = ["--pool-size", str(pool_bytes), "--slab-size", "1mb", "--drain-seconds", "0"]
-    pool: Pool = open_pool(pool_bytes, use_hugepages=False)
+    pool: Pool = open_pool(pool_bytes, use_hugepages=False, spread=lambda *_: parts)
     settings = config.load(flags, {})
     daemon = build(settings, Opened(pool, slab_bytes_for(pool.bytes, settings.slab_size)), None)
     daemon.facts.copiers.refusal = ""

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from tests.integration.fake_gpu_daemon import (
 from trikv.core.errors import BadRequestError, KvError, NotReadyError, OverloadedError
 from trikv.core.layout import Piece
 from trikv.nursery import copier as copier_module
+from trikv.nursery.copiers import PoolPlace, gpu_command
 
 PIECES = st.lists(st.sampled_from([1, 2, 48, 512, 4096, 5000]), min_size=1, max_size=5)
 
@@ -238,6 +240,28 @@ async def test_memory_that_cannot_be_mapped_is_refused_and_others_are_served(gpu
             await good.save(["b"], [0], event=9)
 
 
+async def test_blocks_are_saved_near_their_gpu_and_what_comes_from_afar_is_counted(
+    gpu: Gpu,
+) -> None:
+    """A pool of two halves in two NUMA nodes, and a GPU near the second."""
+    gpu.control[fake_gpu.NODE] = 1 + 1
+    half, names = 4 << 20, range(32)
+    async with running(gpu, 2 * half, ((0, 0), (half, 1))) as daemon:
+        rank = Rank(daemon, pieces=(Piece(0, 0, 256 << 10, 256 << 10),), blocks=32)
+        await rank.attach()
+        fill(rank)
+        counters = daemon.service.store.cache.counters
+        assert await rank.save(names[:16], names[:16]) == 16
+        assert counters.save_far_bytes_total == 0
+        assert set(daemon.pool.memory[:half].tolist()) == {0}
+        assert await rank.save(names[16:28], names[16:28]) == 12  # the near half is full
+        assert counters.save_far_bytes_total == 12 * rank.page_bytes
+        assert await rank.load(names[:16], names[:16]) == []
+        assert counters.load_far_bytes_total == 0
+        assert await rank.load(names[16:28], names[:12], request="far") == []
+        assert counters.load_far_bytes_total == 12 * rank.page_bytes
+
+
 async def test_a_session_s_end_unmaps_its_memory(gpu: Gpu) -> None:
     async with running(gpu) as daemon:
         rank = Rank(daemon)
@@ -253,6 +277,32 @@ async def test_a_daemon_without_cuda_says_so(gpu: Gpu) -> None:
         daemon.facts.copiers.refusal = "this daemon has no CUDA"
         with pytest.raises(KvError, match="no CUDA"):
             await Rank(daemon).attach()
+
+
+OLD_DRIVER = """
+from bench import fake_cuda
+made_up = fake_cuda.module
+def module():
+    made = made_up()
+    made.driver_version, made.BINDINGS = (lambda: 12_040), "13.3.1"
+    return made
+fake_cuda.module = module
+fake_cuda.main()
+"""
+
+
+async def test_a_driver_older_than_the_bindings_is_told_to_the_engine(gpu: Gpu) -> None:
+    """The real copier, on a driver that says it is one of CUDA 12."""
+
+    def command(uuid: str, pool: PoolPlace, sockets: Sequence[int]) -> list[str]:
+        real = gpu_command(uuid, pool, sockets)
+        return [sys.executable, "-c", OLD_DRIVER, *real[real.index("trikv.tiers.device") + 1 :]]
+
+    async with running(gpu) as daemon:
+        daemon.facts.copiers.command = command
+        with pytest.raises(NotReadyError, match=r"speaks CUDA 12\.4.*install trikv\[cu12\]"):
+            await Rank(daemon).attach()
+        assert "install trikv[cu12] instead of trikv[cu13]" in daemon.facts.shown_state
 
 
 async def test_a_copier_that_cannot_start_is_not_started_all_the_time(gpu: Gpu) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import trio
 
 from tests.tiers.peers import MIB, Memory, landing_pool, owner_pool
+from trikv.core.banks import Banks
 from trikv.core.words import PeerId
 from trikv.tiers import verbs
 from trikv.tiers.nics import list_nics
@@ -115,7 +116,7 @@ async def ends(
 
     async def rails(pool: Memory, count: int | None) -> Rails:
         facts = {"address": pool.address, "size": len(pool.memory), "slab_bytes": SLAB_BYTES}
-        return await open_rails(open_nic, nics[:count], **facts, node=node)
+        return await open_rails(open_nic, nics[:count], **facts, banks=Banks(((0, node),), 0, 1))
 
     source, pool = owner_pool(size), landing_pool(size)
     far_rails, near_rails = await rails(source, far), await rails(pool, near)

@@ -1,6 +1,7 @@
 """What of the GPU path needs no GPU: tables of pieces, arguments, versions, exports, orders."""
 
 import ctypes
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,6 +127,73 @@ def test_storages_of_one_allocation_are_exported_once() -> None:
     assert exported.places == ((0, 500), (0, 2000), (1, 0), (0, 0))
     assert [one.address for one in exported.allocations] == [10_000, 30_000]
     assert driver.asked == 2
+
+
+class FakeLibrary:
+    """A CUDA driver with one allocation of a page at 1 << 20, and a device of four."""
+
+    ipc_code = 0
+    part = b"G" * 16
+
+    def cuMemGetAddressRange_v2(self, base: Any, size: Any, address: Any) -> int:  # noqa: N802
+        base._obj.value, size._obj.value = address.value >> 20 << 20, 4096
+        return 0
+
+    def cuIpcGetMemHandle(self, handle: Any, base: Any) -> int:  # noqa: N802
+        handle[:] = base.value.to_bytes(64, "little")
+        return self.ipc_code
+
+    def cuCtxGetDevice(self, device: Any) -> int:  # noqa: N802
+        device._obj.value = 3
+        return 0
+
+    def cuDeviceGetUuid(self, uuid: Any, device: Any) -> int:  # noqa: N802
+        uuid[:] = b"G" * 16
+        return int(device.value != 3)
+
+    def cuDeviceGetUuid_v2(self, uuid: Any, device: Any) -> int:  # noqa: N802
+        uuid[:] = self.part
+        return int(device.value != 3)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    made = FakeLibrary()
+    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda _: made)
+    return made
+
+
+def test_an_allocation_is_exported_whole(library: FakeLibrary) -> None:
+    found = cuda.Driver().allocation((1 << 20) + 77)
+    assert found == cuda.Allocation(1 << 20, 4096, (1 << 20).to_bytes(64, "little"))
+    library.ipc_code = 999
+    with pytest.raises(layouts.LayoutError, match="cuIpcGetMemHandle failed with CUDA error 999"):
+        cuda.Driver().allocation(1 << 20)
+
+
+@pytest.mark.parametrize("code", [cuda.INVALID_VALUE, cuda.NOT_SUPPORTED])
+def test_virtual_memory_is_refused_by_the_names_of_all_that_makes_it(
+    library: FakeLibrary, code: int
+) -> None:
+    library.ipc_code = code
+    with pytest.raises(layouts.LayoutError) as caught:
+        cuda.Driver().allocation(1 << 20)
+    for name in (
+        "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "--enable-sleep-mode",
+        "--enable-cumem-allocator",
+    ):
+        assert name in str(caught.value)
+
+
+def test_a_part_of_a_gpu_is_refused(library: FakeLibrary) -> None:
+    """The older call gives the whole GPU's UUID, the newer one that of a MIG instance."""
+    assert cuda.Driver().uuid() == b"G" * 16
+    library.part = b"M" * 16
+    with pytest.raises(layouts.LayoutError, match="MIG is not supported"):
+        cuda.Driver().uuid()
 
 
 def test_events_are_recorded_in_turns() -> None:

@@ -15,7 +15,7 @@ from trikv import wire
 from trikv.address import Address
 from trikv.cli.ceiling import render_ceiling
 from trikv.cli.cluster import render_cluster
-from trikv.cli.texts import WIDTH, cut, end_of, size, span
+from trikv.cli.texts import WIDTH, cut, end_of, indented, size, span
 
 Facts = dict[str, Any]
 MORE_BYTES = 200 << 30  # a point of the curve that is always there
@@ -98,10 +98,11 @@ def render(facts: Facts) -> list[str]:
         "",
         f"pool      {size(used)} of {size(capacity)} used ({used / capacity:.0%}), "
         f"{pool['blockCount']} blocks, {pool['fillingCount']} filling, {pool['backing']}",
+        *indented(pool.get("notice", "")),  # a daemon of an earlier version has none
         f"leases    {pool['leaseCount']} hold {size(pool['pinnedBytes'])}",
         f"slabs     {free}, {each} each",
         *_traffic(facts["counters"]),
-        *_disks(facts.get("disks", [])),  # a daemon of an earlier version has none
+        *_disks(facts.get("disks", [])),  # likewise
         *render_cluster(facts.get("cluster", {})),  # likewise
         *([f"metrics   {facts['http']}/metrics"] if facts["http"] else []),
         *render_ceiling(facts["windows"]),

@@ -3,6 +3,7 @@
 Decided here: units, and what is left of a text that is too long.
 """
 
+import textwrap
 from typing import Final
 
 KIB: Final = 1024
@@ -37,3 +38,8 @@ def end_of(text: str, width: int) -> str:
 def cut(text: str, width: int) -> str:
     """A text that fits."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def indented(text: str) -> list[str]:
+    """A text under a row of a table whose first column is ten wide."""
+    return textwrap.wrap(text, WIDTH, initial_indent=" " * 10, subsequent_indent=" " * 10)

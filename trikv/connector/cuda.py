@@ -71,7 +71,8 @@ class Driver:
         if code in {INVALID_VALUE, NOT_SUPPORTED}:
             raise LayoutError(
                 "the KV cache lies in virtual memory that CUDA IPC cannot share: start without "
-                "expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF and without sleep mode"
+                "expandable_segments:True (PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF), "
+                "--enable-sleep-mode and --enable-cumem-allocator"
             )
         _check("cuIpcGetMemHandle", code)
         return Allocation(base.value, size.value, bytes(handle))

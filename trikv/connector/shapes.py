@@ -11,6 +11,8 @@ from typing import Any, Final
 FULL_ATTENTION: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec"})
 """Blocks of these stay with their request until it ends; others give blocks back in mid-request."""
 RANDOM_HASHES: Final = ("xxhash", "xxhash_cbor")
+ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""PyTorch reads either; vLLM itself looks at the second only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +48,12 @@ def refusal(
             "TriKV cannot follow sleep mode before vLLM 0.33, which moves the KV cache:"
             " start without --enable-sleep-mode"
         )
-    if (
-        "expandable_segments:true"
-        in environ.get("PYTORCH_CUDA_ALLOC_CONF", "").replace(" ", "").lower()
-    ):
-        return (
-            "TriKV cannot share memory of expandable segments:"
-            " start without expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF"
-        )
+    for variable in ALLOCATOR_VARIABLES:
+        if "expandable_segments:true" in environ.get(variable, "").replace(" ", "").lower():
+            return (
+                "TriKV cannot share memory of expandable segments:"
+                f" start without expandable_segments:True in {variable}"
+            )
     if not environ.get("PYTHONHASHSEED") and (
         not can.has_fixed_seed or algorithm.removesuffix("_cbor") == "xxhash"
     ):

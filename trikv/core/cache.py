@@ -11,6 +11,7 @@ import numpy as np
 import numpy.ma  # np.unique loads it when first used: 50 ms in the midst of a call
 from numpy.typing import NDArray
 
+from trikv.core.banks import WHOLE, Parts
 from trikv.core.blocks import FILLING, SEALED, Blocks
 from trikv.core.chains import Chains
 from trikv.core.counters import Counters
@@ -52,10 +53,11 @@ class Cache:
         limits: Limits,
         policy: Maker = leaf_first_lru,
         tenants: Tenants | None = None,
+        pool_parts: Parts = WHOLE,
     ) -> None:
         self.limits = limits
         self.counters = Counters()
-        self.pages = Pages(capacity_bytes, slab_bytes)
+        self.pages = Pages(capacity_bytes, slab_bytes, parts=pool_parts)
         self.index = Index(entries_max, seed=seed)
         self.blocks = Blocks(entries_max)
         self.tenants = tenants
@@ -262,11 +264,10 @@ class Cache:
         facts = self.spaces[key.space]
         chain = self.chains.of(key.instance, key.request, key.space)
         entries = self.index.find(key.space, words)
-        absent = np.flatnonzero(entries < 0)
-        at_hand = entries[entries >= 0]
+        absent, at_hand = np.flatnonzero(entries < 0), entries[entries >= 0]
         self.uses.saved(facts.shape, entries[max(0, chain.length - first) :])
         reserved = self._fills.reserve(
-            key.space, facts, chain, at_hand, words[absent], absent + first, now_s=now_s
+            key, facts, chain, at_hand, words[absent], absent + first, now_s=now_s
         )
         entries[absent[: len(reserved)]] = reserved
         known = np.flatnonzero(entries >= 0)

@@ -39,11 +39,15 @@ class Counters:
     load_blocks_total: int = 0
     load_bytes_total: int = 0
     """Bytes written into engines' memory, per rank."""
+    load_far_bytes_total: int = 0
+    """Of these, from another NUMA node's memory than the one near the GPU."""
     load_failed_blocks_total: int = 0
     save_total: int = 0
     save_blocks_total: int = 0
     save_bytes_total: int = 0
     """Bytes read from engines' memory, per rank."""
+    save_far_bytes_total: int = 0
+    """Of these, into another NUMA node's memory than the one near the GPU."""
     save_present_blocks_total: int = 0
     save_refused_blocks_total: int = 0
     """No room: everything is pinned, or too much is filling."""

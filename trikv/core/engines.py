@@ -13,6 +13,7 @@ file does not know connections or processes; a session is a number that the shel
 
 from dataclasses import dataclass, field
 
+from trikv.core.banks import ANY_BANK
 from trikv.core.errors import (
     BadRequestError,
     ConflictError,
@@ -35,7 +36,11 @@ class RankFacts:
 
 @dataclass(slots=True)
 class Instance:
-    """One running engine."""
+    """One running engine.
+
+    Attributes:
+        bank: of the pool, near all its ranks while it is ready; `ANY_BANK` when they are apart.
+    """
 
     name: InstanceName
     rank_count: int = 0  # 0: not declared
@@ -43,6 +48,7 @@ class Instance:
     declared_by: SessionId | None = None
     ranks: dict[int, RankFacts] = field(default_factory=dict)
     namespace: Namespace | None = None
+    bank: int = ANY_BANK
 
     def missing(self) -> str:
         """What it lacks to be ready, as one phrase; empty when ready."""
@@ -183,8 +189,15 @@ class Engines:
         if len({len(groups) for groups in ranks}) > 1:
             raise BadRequestError("ranks have different numbers of cache groups")
         instance.namespace = self.namespaces.open(instance.fields, ranks)
+        instance.bank = _common_bank(instance)
 
     def _leave(self, instance: Instance) -> None:
         if instance.namespace is not None:
             instance.namespace.instances -= 1
             instance.namespace = None
+
+
+def _common_bank(instance: Instance) -> int:
+    places = [group.place for rank in instance.ranks.values() for group in rank.groups]
+    banks = {ANY_BANK if place is None else place.bank for place in places}
+    return banks.pop() if len(banks) == 1 else ANY_BANK

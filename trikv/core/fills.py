@@ -15,7 +15,7 @@ from trikv.core.chains import Chain
 from trikv.core.errors import BadRequestError
 from trikv.core.index import Index
 from trikv.core.pages import Pages
-from trikv.core.plans import Limits, SpaceFacts
+from trikv.core.plans import Key, Limits, SpaceFacts
 from trikv.core.room import Room
 from trikv.core.rows import may_repeat
 from trikv.core.uses import Uses
@@ -43,7 +43,7 @@ class Fills:
 
     def reserve(
         self,
-        space: SpaceId,
+        key: Key,
         facts: SpaceFacts,
         chain: Chain,
         at_hand: Entries,
@@ -52,7 +52,7 @@ class Fills:
         *,
         now_s: float,
     ) -> Entries:
-        """Pages on all ranks for the leading blocks that find room.
+        """Pages on all ranks for the leading blocks that find room, near the caller if they can be.
 
         A block whose own ancestors would have to go for it is not worth its place; and rows that
         were found for this message (`at_hand`) must not become others'.
@@ -65,15 +65,19 @@ class Fills:
         count = min(len(words), max(0, may_fill) // facts.block_bytes)
         if count > self._room.count(facts.shape):
             kin = np.concatenate((self._uses.live(chain), at_hand))
-            self._room.make_beside(facts.shape, count, kin, space=space)
-        slots = self._pages.allocate(facts.shape, min(count, self._blocks.unused_count))
+            self._room.make_beside(facts.shape, count, kin, space=key.space)
+        count = min(count, self._blocks.unused_count)
+        slots = self._pages.allocate(facts.shape, count, near=key.near)
         if len(slots) == 0:
             return np.empty(0, np.int32)
         entries = self._blocks.reserve(
-            slots, depths[: len(slots)].astype(np.int32), space=space, rank_count=facts.rank_count
+            slots,
+            depths[: len(slots)].astype(np.int32),
+            space=key.space,
+            rank_count=facts.rank_count,
         )
         self._pages.set_owner(slots, entries)
-        self._index.insert(space, words[: len(slots)], entries)
+        self._index.insert(key.space, words[: len(slots)], entries)
         self.bytes += len(slots) * facts.block_bytes
         self._begun.append((now_s + limits.fill_s, entries, self._blocks.generation[entries]))
         return entries

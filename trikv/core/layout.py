@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from trikv.core.banks import ANY_BANK
 from trikv.core.errors import BadRequestError
 
 ADDRESS_MAX = 1 << 63
@@ -34,10 +35,15 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Memory that is not the process's own: who has mapped it, and as which of its groups."""
+    """Memory that is not the process's own: who has mapped it, and as which of its groups.
+
+    Attributes:
+        bank: of the pool, near it.
+    """
 
     attachment: int
     group: int
+    bank: int = ANY_BANK
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from trikv.core.banks import ANY_BANK, WHOLE, Banks, Parts
 from trikv.core.errors import BadRequestError, OverloadedError
 from trikv.core.rows import is_all
 from trikv.core.words import Entries, Offsets, ShapeId
@@ -60,6 +61,7 @@ class Pages:
         slab_count: all slabs, free ones included.
         slots_per_slab_max: slots in a slab that is cut for the smallest page.
         newest_use: int64[slab], the highest stamp given to `used`, -1 since the slab was free.
+        banks: whose memory each slab lies in.
 
     At the bound: `allocate` returns fewer slots than wanted, down to none.
 
@@ -67,7 +69,12 @@ class Pages:
     """
 
     def __init__(
-        self, capacity_bytes: int, slab_bytes: int, *, slot_bytes_min: int = PAGE_ALIGN
+        self,
+        capacity_bytes: int,
+        slab_bytes: int,
+        *,
+        slot_bytes_min: int = PAGE_ALIGN,
+        parts: Parts = WHOLE,
     ) -> None:
         """Cut nothing yet.
 
@@ -75,6 +82,7 @@ class Pages:
             capacity_bytes: of all slabs.
             slab_bytes: of one, a multiple of `PAGE_ALIGN`.
             slot_bytes_min: smaller blocks get slots of this size.
+            parts: of the memory, where it lies in several banks.
         """
         assert slab_bytes > 0
         assert slab_bytes % PAGE_ALIGN == 0
@@ -86,7 +94,8 @@ class Pages:
         self.newest_use = np.full(self.slab_count, NEVER, np.int64)
         self._newest_stamp = NEVER
         self._shape_of = np.full(self.slab_count, NO_SHAPE, np.int64)
-        self._free_slabs = list(range(self.slab_count - 1, -1, -1))  # a stack, lowest on top
+        self.banks = Banks(parts, self.slab_count, slab_bytes)
+        self._free_slabs = self.banks.order()[::-1].tolist()  # a stack, lowest on top
         self._ids: dict[tuple[int, ...], ShapeId] = {}
         self._cuts: list[_Cut] = []
         self._used_slots: list[int] = []
@@ -142,11 +151,12 @@ class Pages:
 
     # -- allocation
 
-    def allocate(self, shape: ShapeId, count: int) -> Slots:
+    def allocate(self, shape: ShapeId, count: int, *, near: int = ANY_BANK) -> Slots:
         """Take up to `count` slots, in as few contiguous runs as is cheap to find.
 
         The shape's own slabs come first, those with most free slots before the others, then free
-        slabs; ascending positions in each. Call `used` and `set_owner` for the new slots.
+        slabs; ascending positions in each. All those of the bank `near` come before the rest. Call
+        `used` and `set_owner` for the new slots.
 
         Returns:
             int64[m], m <= count, grouped by slab.
@@ -158,7 +168,8 @@ class Pages:
         count = min(count, self.free_count(shape))
         if count <= 0:
             return np.empty(0, np.int64)
-        slabs = self._slabs_for(shape, count)
+        is_near = near != ANY_BANK and self.banks.is_split
+        slabs = self._near_first(shape, count, near) if is_near else self._slabs_for(shape, count)
         taken = cut.taken.reshape(-1, cut.slots_per_slab).take(slabs, axis=0)
         found = np.flatnonzero(~taken)[:count]
         rows = found // cut.slots_per_slab
@@ -188,9 +199,7 @@ class Pages:
         touched = np.unique(slabs)
         fresh = touched[self._shape_of.take(touched) == NO_SHAPE]
         if len(fresh):
-            gone = set(fresh.tolist())
-            self._free_slabs = [slab for slab in self._free_slabs if slab not in gone]
-            self._cut_slabs(shape, fresh)
+            self._cut_free(shape, fresh)
         indices = slabs * cut.slots_per_slab + positions
         is_free = ~cut.taken.take(indices)
         cut.taken[indices[is_free]] = True
@@ -323,14 +332,36 @@ class Pages:
             return enough
         return np.append(own, self._claim(shape, -(-missing // cut.slots_per_slab)))
 
+    def _near_first(self, shape: ShapeId, count: int, near: int) -> Slabs:
+        """As `_slabs_for`, a bank's own and free slabs before all others."""
+        cut = self._cuts[shape]
+        chosen = [np.empty(0, np.int64)]
+        for is_near in (self.banks.of_slab == near, self.banks.of_slab != near):
+            own = np.flatnonzero(is_near & (cut.free > 0))
+            own = own[np.argsort(-cut.free[own], kind="stable")]
+            total = np.cumsum(cut.free[own])
+            own = own[: int(np.searchsorted(total, count)) + 1]
+            chosen.append(own)
+            count -= int(cut.free[own].sum())
+            if count > 0:
+                free = np.array(self._free_slabs[::-1], np.int64)
+                fresh = free[is_near[free]][: -(-count // cut.slots_per_slab)]
+                self._cut_free(shape, fresh)
+                chosen.append(fresh)
+                count -= len(fresh) * cut.slots_per_slab
+            if count <= 0:
+                break
+        return np.concatenate(chosen)
+
     def _claim(self, shape: ShapeId, count: int) -> Slabs:
         """Cut free slabs for a shape."""
         slabs = np.array(self._free_slabs[-count:][::-1], np.int64)
-        del self._free_slabs[-count:]
-        self._cut_slabs(shape, slabs)
+        self._cut_free(shape, slabs)
         return slabs
 
-    def _cut_slabs(self, shape: ShapeId, slabs: Slabs) -> None:
+    def _cut_free(self, shape: ShapeId, slabs: Slabs) -> None:
+        gone = set(slabs.tolist())
+        self._free_slabs = [slab for slab in self._free_slabs if slab not in gone]
         self._shape_of[slabs] = shape
         self._cuts[shape].free[slabs] = self._cuts[shape].slots_per_slab
         self._slabs_of[shape] += len(slabs)

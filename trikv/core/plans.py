@@ -3,11 +3,12 @@
 Decided here: nothing; `Cache` makes them, and whoever copies hands the plans back.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trikv.core.banks import ANY_BANK
 from trikv.core.chains import Chain
 from trikv.core.leases import Lease
 from trikv.core.words import Entries, InstanceName, Offsets, RequestId, ShapeId, SpaceId, TransferId
@@ -29,11 +30,16 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Who calls about what: an instance's request in one space."""
+    """Who calls about what: an instance's request in one space.
+
+    Attributes:
+        near: the bank of the pool near all ranks of the instance.
+    """
 
     instance: InstanceName
     request: RequestId
     space: SpaceId
+    near: int = field(default=ANY_BANK, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ import structlog
 import trio
 from numpy.typing import NDArray
 
+from trikv.core.banks import ANY_BANK
 from trikv.core.calls import Register
 from trikv.core.errors import BadRequestError, NotReadyError, OverloadedError
 from trikv.nursery.copier import Copier
@@ -109,7 +110,8 @@ class Copiers:
         await copier.attach(number, AttachOrder(gpu.handles, gpu.events, groups), on_lost)
         self._by_attachment[number] = copier
         self.faults.pop(copier.uuid, None)
-        return Attachment(number, len(gpu.events), copier.pid)
+        bank = int(copier.facts.get("node", ANY_BANK))
+        return Attachment(number, len(gpu.events), copier.pid, bank)
 
     def detach(self, attachment: Attachment) -> None:
         """Have it unmapped; see `Memory`."""

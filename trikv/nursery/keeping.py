@@ -8,11 +8,14 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Final
 
 import structlog
 
 from trikv.config import Settings
+from trikv.core.banks import ANY_BANK, WHOLE, Parts
 from trikv.core.cache import Cache
 from trikv.core.keeper import Keeper
 from trikv.core.ledger import Found, Ledger
@@ -21,9 +24,13 @@ from trikv.core.pages import PAGE_ALIGN
 from trikv.core.words import ShapeId, SpaceId
 from trikv.nursery.choices import slab_bytes_for
 from trikv.options import SettingError
-from trikv.tiers import kept, pool
+from trikv.tiers import kept, numa, pool
 
 log = structlog.get_logger()
+
+COST: Final = "with 4 KiB pages SSD reads run at a third of their speed"
+CURE: Final = "set shmem_enabled=advise, or vm.nr_hugepages and --use-hugepages"
+KEPT_CURE: Final = "use a folder on a tmpfs mounted with huge=always, or on hugetlbfs"
 
 
 class PoolError(Exception):
@@ -60,13 +67,14 @@ def opened(settings: Settings, size_bytes: int) -> Iterator[Opened]:
     Raises:
         PoolError: it cannot be had.
     """
-    unit = pool.HUGE_PAGE_BYTES if settings.use_hugepages else PAGE_ALIGN
+    unit = numa.HUGE_PAGE_BYTES if settings.use_hugepages else PAGE_ALIGN
     size_bytes = size_bytes // unit * unit
     slab_bytes = slab_bytes_for(size_bytes, settings.slab_size)
     begin_s = time.perf_counter()
+    spread = partial(spread_over, numa.pool_nodes() if settings.numa == "auto" else ())
     if settings.persist:
         try:
-            found = kept.open_kept(Path(settings.persist), size_bytes, slab_bytes)
+            found = kept.open_kept(Path(settings.persist), size_bytes, slab_bytes, spread=spread)
         except kept.KeptError as error:
             raise PoolError(f"--persist: {error}") from error
         if found.note:
@@ -76,14 +84,33 @@ def opened(settings: Settings, size_bytes: int) -> Iterator[Opened]:
         made = Opened(found.pool, slab_bytes, found.ledger)
     else:
         try:
-            plain = pool.open_pool(size_bytes, use_hugepages=settings.use_hugepages)
+            plain = pool.open_pool(size_bytes, use_hugepages=settings.use_hugepages, spread=spread)
         except OSError as error:
             raise PoolError(f"--pool-size {size_bytes}: {error}") from error
         made = Opened(plain, slab_bytes)
+    banks = [str(bank) for _, bank in made.pool.parts if bank != ANY_BANK]
+    if banks:
+        made.pool.backing += f", NUMA nodes {', '.join(banks)}"
     try:
         yield made
     finally:
         made.pool.close()
+
+
+def notice(settings: Settings, backing: str) -> str:
+    """What a person could do for the pool's speed, as one line, or nothing."""
+    if not backing.startswith(pool.SMALL_PAGES):
+        return ""
+    return f"{COST}: {KEPT_CURE if settings.persist else CURE}"
+
+
+def spread_over(nodes: tuple[int, ...], address: int, size_bytes: int) -> Parts:
+    """A pool goes on without, where the kernel refuses: containers may."""
+    try:
+        return numa.spread(address, size_bytes, nodes)
+    except OSError as error:
+        log.warning("numa.off", nodes=nodes, reason=str(error))
+        return WHOLE
 
 
 def keep(cache: Cache, namespaces: Namespaces, ledger: Ledger) -> Keeper:

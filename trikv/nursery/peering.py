@@ -131,6 +131,7 @@ class Peering:
                 address=self.pool.address,
                 size=len(self.pool.memory),
                 slab_bytes=self.slab_bytes,
+                banks=self.cache.pages.banks,
             )
         except (NoVerbsError, NicError) as error:
             if self.plan.must_have_nics:

@@ -37,7 +37,7 @@ from trikv.nursery.choices import policy_of, pool_bytes_for, tenants_of
 from trikv.nursery.copiers import Copiers, PoolPlace
 from trikv.nursery.copying import Copying
 from trikv.nursery.evicting import evict
-from trikv.nursery.keeping import Opened, PoolError, check, keep, opened
+from trikv.nursery.keeping import Opened, PoolError, check, keep, notice, opened
 from trikv.nursery.memories import Memories
 from trikv.nursery.metrics import Families
 from trikv.nursery.peerdoor import PEER_CONNECTIONS, peering_door
@@ -107,6 +107,7 @@ def build(settings: Settings, opened: Opened, guard: FreezeGuard | None) -> Daem
         limits=limits,
         policy=policy_of(settings),
         tenants=tenants_of(settings, pool.bytes),
+        pool_parts=pool.parts,
     )
     windows = Windows(settings.metric_hll_windows, now_s=0.0)
     engines = Engines(settings.max_engines)
@@ -139,7 +140,9 @@ def build(settings: Settings, opened: Opened, guard: FreezeGuard | None) -> Daem
     loading = Copying("load", memory, sessions, workers=workers, queue_jobs_max=jobs, guard=guard)
     tiers = Tiers(store, below, peering=peering) if below is not None else None
     service = Service(store, sessions, saving, loading, memory, tiers)
-    return Daemon(settings, pool, service, Facts(epoch, 0.0, pool.backing, copiers, tiers))
+    facts = Facts(epoch, 0.0, pool.backing, copiers, tiers)
+    facts.pool_notice = notice(settings, pool.backing)
+    return Daemon(settings, pool, service, facts)
 
 
 def cuda_refusal() -> str:
@@ -290,6 +293,8 @@ def say_ready(daemon: Daemon, address: Address) -> None:
         pid=os.getpid(),
         version=__version__,
     )
+    if daemon.facts.pool_notice:
+        log.warning("pool.slow", reason=daemon.facts.pool_notice)
 
 
 def end_the_other(settings: Settings) -> None:

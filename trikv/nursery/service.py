@@ -67,7 +67,7 @@ class Service:
             _check_first(session, call)  # two calls of a session may have waited side by side
             if attachment is not None:
                 for at, group in enumerate(groups):
-                    group.place = Place(attachment.number, at)
+                    group.place = Place(attachment.number, at, attachment.bank)
             named = self.store.register(session.id, call, groups)
         except KvError:
             if attachment is not None:

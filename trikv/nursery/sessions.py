@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import structlog
 import trio
 
+from trikv.core.banks import ANY_BANK
 from trikv.core.errors import ConflictError, NotReadyError, OverloadedError, ShuttingDownError
 from trikv.core.words import InstanceName, SessionId
 from trikv.nursery.store import Store
@@ -31,11 +32,13 @@ class Attachment:
         number: unique in this daemon.
         event_count: how many events the rank has registered.
         writer: pid of the process that copies.
+        bank: of the pool, near the memory.
     """
 
     number: int
     event_count: int
     writer: int
+    bank: int = ANY_BANK
 
 
 @dataclass(slots=True, eq=False)

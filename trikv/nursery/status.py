@@ -24,6 +24,7 @@ class Facts:
 
     Attributes:
         pool_fault: why the pool is not all there, empty while it is.
+        pool_notice: what could make it faster.
     """
 
     epoch: int
@@ -34,6 +35,7 @@ class Facts:
     state: str = "serving"
     http: str = ""
     pool_fault: str = ""
+    pool_notice: str = ""
     ticks: Ticks = field(default_factory=Ticks)
     calls: CallCounts = field(default_factory=CallCounts)
 
@@ -107,7 +109,7 @@ def _write_pool(pool: Any, service: Service, facts: Facts) -> None:
     pool.blockCount = cache.blocks.counts[State.SEALED]
     pool.fillingCount = cache.blocks.counts[State.FILLING]
     pool.leaseCount = len(cache.leases.active)
-    pool.backing = facts.backing
+    pool.backing, pool.notice = facts.backing, facts.pool_notice
 
 
 def _write_namespaces(status: Any, service: Service) -> None:

@@ -27,7 +27,7 @@ from trikv.core.plans import Hit, Key, LoadPlan, SavePlan
 from trikv.core.remote import Remote
 from trikv.core.shared import Shared
 from trikv.core.windows import Windows, salt_of
-from trikv.core.words import InstanceName, RequestId, SessionId, SpaceId, Words
+from trikv.core.words import InstanceName, Offsets, RequestId, SessionId, SpaceId, Words
 from trikv.nursery.recording import Recorder
 
 ANSWERED_MAX: Final = 64  # queries that wait to be counted
@@ -276,6 +276,7 @@ class Store:
     def complete_save(self, plan: SavePlan, copied: NDArray[np.bool_], layout: GroupLayout) -> None:
         """The copy has ended."""
         self.cache.complete_save(plan, copied, copied_bytes=int(copied.sum()) * layout.page_bytes)
+        self.cache.counters.save_far_bytes_total += self._far_bytes(plan.offsets[copied], layout)
 
     def prepare_load(
         self, session: SessionId, name: InstanceName | None, call: Load
@@ -301,6 +302,13 @@ class Store:
         """The copy has ended."""
         count = int(copied.sum())
         self.cache.complete_load(plan, copied_count=count, copied_bytes=count * layout.page_bytes)
+        self.cache.counters.load_far_bytes_total += self._far_bytes(plan.offsets[copied], layout)
+
+    def _far_bytes(self, offsets: Offsets, layout: GroupLayout) -> int:
+        """Of pages that were copied, those in another NUMA node's memory than near their rank."""
+        if layout.place is None:
+            return 0
+        return self.cache.pages.banks.far_count(offsets, layout.place.bank) * layout.page_bytes
 
     def release(self, name: InstanceName | None, requests: list[RequestId]) -> None:
         """These requests have ended."""
@@ -357,7 +365,7 @@ class Store:
         spaces = self._namespace(instance).spaces
         if group >= len(spaces):
             raise BadRequestError(f"group {group} of {len(spaces)}")
-        return Key(instance.name, request, spaces[group])
+        return Key(instance.name, request, spaces[group], instance.bank)
 
     def _layout(
         self, session: SessionId, name: InstanceName | None, rank: int, group: int

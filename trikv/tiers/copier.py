@@ -87,7 +87,7 @@ class Device(Protocol):
 
     @property
     def facts(self) -> dict[str, str | int | float]:
-        """For people."""
+        """For people; and `node`, the NUMA node near it, where that is known."""
         ...
 
     def attach(self, order: AttachOrder) -> Mapped:

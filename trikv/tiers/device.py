@@ -25,6 +25,7 @@ from trikv.tiers.copier import AttachError, Mapped, serve
 from trikv.tiers.drivers import version_problem
 from trikv.tiers.frames import AttachOrder, Direction, GroupOrder, pack_facts
 from trikv.tiers.lane import GpuLane, GpuMemory, Group
+from trikv.tiers.numa import node_of
 
 DIRECT_BYTES: Final = 512 << 10
 """Pieces of this size and more are worth a request to the copy engine each."""
@@ -44,6 +45,7 @@ class GpuDevice:
     slab_bytes: int
     staging_bytes: int
     started_s: float
+    node: int
     note: Callable[[bytes], None] = lambda _: None
     _lanes: list[GpuLane] = field(default_factory=list)
     _opened: dict[bytes, list[int]] = field(default_factory=dict)  # handle: address, users
@@ -59,7 +61,12 @@ class GpuDevice:
     def facts(self) -> dict[str, str | int | float]:
         """See `Device`."""
         took_s = round(time.perf_counter() - self.started_s, 3)
-        return {"name": self.name, "took_s": took_s, "staging_bytes": 2 * self.staging_bytes}
+        return {
+            "name": self.name,
+            "took_s": took_s,
+            "staging_bytes": 2 * self.staging_bytes,
+            "node": self.node,
+        }
 
     def lane(self, direction: Direction) -> GpuLane:
         """See `Device`."""
@@ -209,6 +216,7 @@ def open_device(uuid: bytes, pool: mmap.mmap, *, slab_bytes: int, staging_bytes:
         slab_bytes,
         staging_bytes,
         begin_s,
+        node_of(gpu.pci_address(found)),
     )
 
 

@@ -70,6 +70,18 @@ def describe(device: Handle) -> tuple[str, int]:
     return name, 10 * version[0] + version[1]
 
 
+def pci_address(device: Handle) -> str:
+    """Where the kernel lists it, `0000:3b:00.0`."""
+    kinds = driver.CUdevice_attribute
+    places = (
+        kinds.CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID,
+        kinds.CU_DEVICE_ATTRIBUTE_PCI_BUS_ID,
+        kinds.CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID,
+    )
+    domain, bus, slot = (int(_ok(driver.cuDeviceGetAttribute(one, device))) for one in places)
+    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+
+
 def open_context(device: Handle) -> Handle:
     """The device's primary context, current in this thread."""
     context = _ok(driver.cuDevicePrimaryCtxRetain(device))

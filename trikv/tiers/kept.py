@@ -29,11 +29,18 @@ from typing import Final
 import numpy as np
 
 from trikv.core.ledger import ForeignError, Ledger, StaleError, bytes_for, check_header
-from trikv.tiers.pool import HUGE_PAGE_BYTES, Pool, advise_huge
+from trikv.tiers.numa import HUGE_PAGE_BYTES, Spread, nowhere
+from trikv.tiers.pool import HUGE_PAGES, SMALL_PAGES, Pool
 
 POOL_NAME: Final = "trikv.pool"
 RECORDS_NAME: Final = "trikv.records"
-IN_MEMORY: Final = ("tmpfs", "hugetlbfs")
+BACKINGS: Final = {
+    ("hugetlbfs", ""): "hugetlb",
+    ("tmpfs", "huge=always"): HUGE_PAGES,
+    ("tmpfs", "huge=within_size"): HUGE_PAGES,
+    ("tmpfs", ""): SMALL_PAGES,  # huge=advise too: what is allocated here is no mapping that asks
+}
+"""By file system and mount option; others are not in memory."""
 FOLDER_MODE: Final = 0o700
 FILE_MODE: Final = 0o600
 LOCK_S: Final = 30.0
@@ -70,19 +77,20 @@ class Kept:
     note: str
 
 
-def open_kept(folder: Path, size_bytes: int, slab_bytes: int) -> Kept:
+def open_kept(folder: Path, size_bytes: int, slab_bytes: int, *, spread: Spread = nowhere) -> Kept:
     """Map the pool that is kept in a folder, or make it.
 
     Args:
         folder: on tmpfs or hugetlbfs; made with mode 0700 when it is not there.
         size_bytes: of the pool; the slabs' rest is not used.
         slab_bytes: size of a slab.
+        spread: says from which NUMA nodes memory is to come; what is there stays where it is.
 
     Raises:
         KeptError: not there, not ours, in use, or no memory; what was there is as before.
     """
-    kind = _prepare(folder)
-    unit = HUGE_PAGE_BYTES if kind == "hugetlbfs" else mmap.PAGESIZE
+    backing = _prepare(folder)
+    unit = HUGE_PAGE_BYTES if backing == "hugetlb" else mmap.PAGESIZE
     size_bytes = size_bytes // unit * unit
     measures = _Measures(size_bytes // slab_bytes * slab_bytes, slab_bytes, unit)
     with contextlib.ExitStack() as stack:
@@ -101,18 +109,21 @@ def open_kept(folder: Path, size_bytes: int, slab_bytes: int) -> Kept:
                 # Zeros first: a record of an earlier pool must never be read as one of this.
                 os.ftruncate(records_fd, 0)
                 os.ftruncate(pool_fd, 0)
+                on_failure.callback(os.ftruncate, pool_fd, 0)
             _allocate(records_fd, measures.records_bytes)
+            os.ftruncate(pool_fd, size_bytes)  # mapped first: it says where memory comes from
+            mapping = mmap.mmap(pool_fd, size_bytes)
+            memory = np.frombuffer(mapping, dtype=np.uint8)
+            parts = spread(memory.ctypes.data, size_bytes)
             _allocate(pool_fd, size_bytes)
             ledger = _ledger(records_fd, measures)
-            mapping = mmap.mmap(pool_fd, size_bytes)
         except (OSError, ValueError, ForeignError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise KeptError(f"{folder}: {reason}") from error
         on_failure.pop_all()
-    memory = np.frombuffer(mapping, dtype=np.uint8)
     mapping.madvise(mmap.MADV_DONTFORK)
-    backing = f"{'hugetlb' if kind == 'hugetlbfs' else advise_huge(mapping)}, kept in {folder}"
-    pool = Pool(size_bytes, pool_fd, backing, memory.ctypes.data, memory, mapping)
+    backing = f"{backing}, kept in {folder}"
+    pool = Pool(size_bytes, pool_fd, backing, memory.ctypes.data, memory, mapping, parts)
     return Kept(pool, ledger, note)
 
 
@@ -125,7 +136,7 @@ def kept_bytes(folder: Path) -> int:
 
 
 def _prepare(folder: Path) -> str:
-    """Make the folder; returns the kind of its file system."""
+    """Make the folder; returns what backs files there."""
     try:
         folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         facts = folder.stat()
@@ -133,19 +144,23 @@ def _prepare(folder: Path) -> str:
         raise KeptError(f"{folder}: {error.strerror}") from None
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid():
         raise KeptError(f"{folder}: no folder of this user")
-    kind = _file_system(facts.st_dev)
-    if kind not in IN_MEMORY:
+    kind, options = _file_system(facts.st_dev)
+    names = [one for one in options if (kind, one) in BACKINGS] or [""]
+    backing = BACKINGS.get((kind, names[0]))
+    if backing is None:
         raise KeptError(f"{folder}: on {kind or 'an unknown file system'}, not on tmpfs, hugetlbfs")
-    return kind
+    return backing
 
 
-def _file_system(device: int) -> str:
+def _file_system(device: int) -> tuple[str, list[str]]:
+    """Kind and mount options."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields = line.split()
         if fields[2] == wanted:
-            return fields[fields.index("-") + 1]
-    return ""
+            at = fields.index("-")
+            return fields[at + 1], fields[at + 3].split(",")
+    return "", []
 
 
 def _open(path: Path) -> int:

@@ -1,7 +1,8 @@
 """The pool's memory: one shared mapping that other processes of this daemon can map too.
 
 Decided here: what backs the pool (hugetlb, huge pages on request, 4 KiB pages), how it is touched
-before use, and how large it may be on this machine. This file does not know blocks or slabs.
+before use, by how many threads, and how large it may be on this machine. This file does not know
+blocks or slabs.
 """
 
 import ctypes
@@ -13,14 +14,22 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import trio
 from numpy.typing import NDArray
+
+from trikv.core.banks import WHOLE, Parts
+from trikv.tiers.numa import HUGE_PAGE_BYTES, Spread, nowhere
 
 MFD_CLOEXEC: Final = 1
 MFD_HUGETLB: Final = 4
 MADV_HUGEPAGE: Final = 14
 MADV_POPULATE_WRITE: Final = 23
-HUGE_PAGE_BYTES: Final = 2 << 20
 DEFAULT_FRACTION: Final = 0.5
+TOUCH_BYTES: Final = 16 << 20
+"""Of one system call: the process's other threads get no new memory until it returns, 10 ms."""
+TOUCH_THREADS_MAX: Final = 8
+SMALL_PAGES: Final = "4 KiB pages"
+HUGE_PAGES: Final = "huge pages on request"
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -35,6 +44,7 @@ class Pool:
     Attributes:
         backing: for people: hugetlb, huge pages on request, or 4 KiB pages.
         memory: uint8[bytes], the pool.
+        parts: of it, in the memory of several NUMA nodes.
     """
 
     bytes: int
@@ -43,6 +53,7 @@ class Pool:
     address: int
     memory: NDArray[np.uint8] = field(repr=False)
     _map: mmap.mmap = field(repr=False)
+    parts: Parts = WHOLE
 
     def populate(self, offset: int, length: int) -> None:
         """Give pages to a part of the pool now, so that no copy stops for them; releases the GIL.
@@ -50,9 +61,12 @@ class Pool:
         Raises:
             OSError: the machine has no more memory; what was there before is unharmed.
         """
-        if _LIBC.madvise(self.address + offset, length, MADV_POPULATE_WRITE) != 0:
-            code = ctypes.get_errno()
-            if code not in {errno.EINVAL, errno.ENOSYS}:  # before Linux 5.14 a copy touches it
+        for begin in range(offset, offset + length, TOUCH_BYTES):
+            size = min(TOUCH_BYTES, offset + length - begin)
+            if _LIBC.madvise(self.address + begin, size, MADV_POPULATE_WRITE) != 0:
+                code = ctypes.get_errno()
+                if code in {errno.EINVAL, errno.ENOSYS}:  # before Linux 5.14 a copy touches it
+                    return
                 raise OSError(code, os.strerror(code))
 
     def close(self) -> None:
@@ -62,8 +76,32 @@ class Pool:
         os.close(self.fd)
 
 
-def open_pool(size_bytes: int, *, use_hugepages: bool) -> Pool:
-    """Reserve and map a pool.
+class Toucher:
+    """Touches parts of a pool in a few threads of its own."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.threads = max(1, min(TOUCH_THREADS_MAX, len(os.sched_getaffinity(0)) // 2))
+        self._limiter = trio.CapacityLimiter(self.threads)
+
+    async def touch(self, offset: int, length: int) -> str:
+        """Give pages to a part; returns why that is not possible, empty when it is done.
+
+        Cancellation: once begun it is waited for, a tenth of a second for 80 MiB.
+        """
+        try:
+            await trio.to_thread.run_sync(
+                self._pool.populate, offset, length, limiter=self._limiter
+            )
+        except OSError as error:
+            return error.strerror or "unknown"
+        except RuntimeError as error:  # no thread could be started
+            return str(error)
+        return ""
+
+
+def open_pool(size_bytes: int, *, use_hugepages: bool, spread: Spread = nowhere) -> Pool:
+    """Reserve and map a pool, and say from which NUMA nodes its memory is to come.
 
     Raises:
         OSError: not so much memory (with huge pages: not so many reserved); nothing is left behind.
@@ -84,7 +122,8 @@ def open_pool(size_bytes: int, *, use_hugepages: bool) -> Pool:
     memory = np.frombuffer(mapping, dtype=np.uint8)
     mapping.madvise(mmap.MADV_DONTFORK)
     backing = "hugetlb" if use_hugepages else advise_huge(mapping)
-    return Pool(size_bytes, fd, backing, memory.ctypes.data, memory, mapping)
+    address = memory.ctypes.data
+    return Pool(size_bytes, fd, backing, address, memory, mapping, spread(address, size_bytes))
 
 
 def advise_huge(mapping: mmap.mmap) -> str:
@@ -93,9 +132,9 @@ def advise_huge(mapping: mmap.mmap) -> str:
         mode = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
         mapping.madvise(MADV_HUGEPAGE)
     except OSError:
-        return "4 KiB pages"
+        return SMALL_PAGES
     allowed = any(f"[{word}]" in mode for word in ("advise", "always", "within_size", "force"))
-    return "huge pages on request" if allowed else "4 KiB pages"
+    return HUGE_PAGES if allowed else SMALL_PAGES
 
 
 def available_bytes() -> int:

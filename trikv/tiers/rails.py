@@ -10,9 +10,10 @@ from typing import Final
 import numpy as np
 import trio
 
+from trikv.core.banks import ONE_BANK, Banks
 from trikv.core.rails import Reach
 from trikv.core.stripes import Begins
-from trikv.tiers.nics import ANY_NODE, NicFacts
+from trikv.tiers.nics import NicFacts
 from trikv.tiers.pairs import Nic, NicError, Region
 
 REGION_BYTES_MAX: Final = 3 << 30
@@ -52,7 +53,7 @@ class Rails:
         address: of the pool.
         bytes: of the pool.
         begins: offsets of its regions.
-        nodes: the NUMA node of each region's memory, or `ANY_NODE`.
+        nodes: the NUMA node of each region's memory, or `ANY_BANK`, which is `ANY_NODE`.
         refused: why NICs were left out, a line each.
     """
 
@@ -87,7 +88,7 @@ async def open_rails(
     address: int,
     size: int,
     slab_bytes: int,
-    node: int = ANY_NODE,
+    banks: Banks = ONE_BANK,
 ) -> Rails:
     """Open NICs and register the pool with each, on a thread a NIC: it pins every page.
 
@@ -100,7 +101,7 @@ async def open_rails(
         address: of the pool.
         size: of the pool, in bytes.
         slab_bytes: regions begin at multiples of it, so no page lies in two.
-        node: where the pool's memory is.
+        banks: in which the pool lies.
     """
     step = max(1, REGION_BYTES_MAX // slab_bytes) * slab_bytes
     begins = tuple(range(0, size, step))
@@ -134,5 +135,5 @@ async def open_rails(
             rail.close()
         raise
     rails = tuple(made[number] for number in sorted(made))
-    nodes = (node,) * len(begins)
+    nodes = tuple(banks.at(np.array(begins, np.int64)).tolist())
     return Rails(rails, address, size, begins, nodes, tuple(refused))
