@@ -24,6 +24,11 @@ def abilities(base: type) -> Abilities:
     )
 
 
+def schedules_ahead(vllm_config: Any) -> bool:  # noqa: ANN401
+    """Whether steps are scheduled before the one before has ended; True where that is unknown."""
+    return getattr(vllm_config.scheduler_config, "async_scheduling", None) is not False
+
+
 def hash_generation(base: type) -> str:
     """How salts, images and adapters enter a block hash: as tagged tuples since 0.31."""
     return "tagged" if hasattr(base, "get_mem_pool_context") else "plain"
