@@ -39,13 +39,9 @@ class Words:
 
 
 class Rank:
-    def __init__(self, *, may_recompute: bool = False, on_gpu: bool = True) -> None:
+    def __init__(self, *, on_gpu: bool = True) -> None:
         self.calls = FakeCalls()
-        self.half = WorkerHalf(
-            self.calls,  # type: ignore[arg-type]
-            LOG,
-            may_recompute=may_recompute,
-        )
+        self.half = WorkerHalf(self.calls, LOG)  # type: ignore[arg-type]
         self.half.register("i", 0, {"l": torch.zeros(8, 2, 4, 4)}, 8, 128)
         self.words = Words()
         if on_gpu:
@@ -157,13 +153,13 @@ def test_blocks_that_stay_away_end_the_step_with_an_error_that_no_hook_swallows(
     assert rank.words.written == [(3, 9)]  # the GPU is not left waiting
 
 
-def test_an_engine_that_can_still_compute_them_is_told_which() -> None:
-    rank = Rank(may_recompute=True)
+def test_a_load_that_cannot_be_sent_is_tried_again_too() -> None:
+    rank = Rank()
     rank.half._overlap._recover_s = 0.01
-    rank.calls.query = lambda *_: found(0)  # type: ignore[method-assign]
     rank.calls.attached = None
-    rank.half.start_loads([JOB])  # cannot even be sent
-    assert rank.half.finished() == (set(), set())
+    rank.half.start_loads([JOB])
+    with pytest.raises(LoadLostError):
+        rank.half.finished()
     assert rank.half.take_invalid() == {4, 5}
 
 

@@ -136,7 +136,6 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
                 self._log,
                 save_s=self._settings.save_s,
                 orders_loads=not self._has_deferred_frees,
-                may_recompute=not engine.schedules_ahead(self._vllm_config),
             )
             return
         instance = {
@@ -150,7 +149,7 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
             block_tokens=self._shape.block_tokens,
             query_s=self._settings.query_s,
             load_wait_s=self._settings.load_wait_s,
-            hold_s=self._settings.hold_s,
+            hold_s=self._hold_s(),
             block_bytes=sum(self._shape.page_bytes.values()),
             starts_loads=self._has_deferred_frees,
             saves=transfer.is_kv_producer,
@@ -158,6 +157,12 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._scheduler = SchedulerHalf(calls, policy, self._log)
         self._client.start(Introduction("declare", lambda: {"instance": instance}))
+
+    def _hold_s(self) -> float:
+        if self._settings.hold_s and not engine.abilities(KVConnectorBase_V1).has_loads_first:
+            self._log.warning("TriKV: this vLLM begins loads after the forward: no hold_ms")
+            return 0.0
+        return self._settings.hold_s
 
     def _fields(self, software: str) -> dict[str, str]:
         return identity.fields(

@@ -67,7 +67,6 @@ class WorkerHalf:
         save_s: float = SAVE_S,
         load_s: float = 0.0,
         orders_loads: bool = False,
-        may_recompute: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Make a half.
@@ -79,11 +78,8 @@ class WorkerHalf:
             load_s: in which a load must have begun; 0: no limit.
             orders_loads: loads wait for the work that the engine has queued: it may give blocks
                 away that this work still uses.
-            may_recompute: whether the engine computes blocks that a step has read but that did not
-                arrive; else such a step must not end.
             clock: in seconds.
         """
-        self._may_recompute = may_recompute
         self._overlap = Overlap(calls, log, self._is_over)
         self._orders_loads = orders_loads
         self._events: cuda.StepEvents | None = None
@@ -214,11 +210,11 @@ class WorkerHalf:
             is_idle: nothing is computed in this step: the end of a load may be waited for a little.
 
         Raises:
-            LoadLostError: this step has read blocks that are not there, and it is too late.
+            LoadLostError: this step has read blocks that are not there.
         """
         for job, failed in self._overlap.settle():
             self._note_arrival(job, failed)
-            if failed and not self._may_recompute:
+            if failed:
                 raise LoadLostError(
                     f"blocks of request {job.request} did not arrive after its forward was begun"
                 )
