@@ -15,10 +15,7 @@ from numpy.typing import NDArray
 from tests.integration import fake_gpu
 from tests.integration.daemons import hashes
 from trikv import config
-<<<<<<< HEAD
 from trikv.core.banks import WHOLE, Parts
-from trikv.core.calls import Declare, GpuMemory, GroupPieces, Load, Query, Register, Save
-=======
 from trikv.core.calls import (
     Declare,
     GpuMemory,
@@ -29,7 +26,6 @@ from trikv.core.calls import (
     Save,
     Signals,
 )
->>>>>>> fc2cf83 (test: held loads with real schedulers, copiers and workers)
 from trikv.core.layout import Piece, Range
 from trikv.core.words import InstanceName, LeaseId, RequestId
 from trikv.nursery.choices import slab_bytes_for
