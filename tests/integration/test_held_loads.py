@@ -64,10 +64,10 @@ async def test_a_rank_joins_the_load_that_its_scheduler_has_started(gpu: Gpu) ->
         daemon.service.start(rank.session, Start(LeaseId(lease), 0, ids, 1, 9))
         await until(lambda: rank.words() == [9])  # nobody has asked yet
         assert [rank.block(one) for one in (5, 6, 7)] == wanted
-        before = daemon.store.cache.counters.load_total
+        before = daemon.service.store.cache.counters.load_total
         failed = await daemon.service.load(rank.session, load_of(rank, lease, [5, 6, 7], 1, 9))
         assert failed.tolist() == []
-        assert daemon.store.cache.counters.load_total == before
+        assert daemon.service.store.cache.counters.load_total == before
         with pytest.raises(KvError):  # it was used up by the one
             await daemon.service.load(rank.session, load_of(rank, lease, [5, 6, 7]))
 
@@ -109,5 +109,5 @@ async def test_loads_that_nobody_joins_are_forgotten_and_their_pins_end(gpu: Gpu
             daemon.service.start(rank.session, Start(LeaseId(lease), 0, ids))
             await until(lambda: rank.session.copies == 0)
         assert len(rank.session.begun) == 64
-        daemon.store.sweep()
-        assert daemon.store.cache.counters.load_total == 70
+        daemon.service.store.sweep()
+        assert daemon.service.store.cache.counters.load_total == 70

@@ -37,6 +37,9 @@ SAVE_BLOCKS_MAX: Final = 16_384
 """Blocks of one save: longer ones are cut, so that a message stays small."""
 
 
+YIELD_S: Final = 0.0001
+
+
 class SchedulerHalf:
     """Answers vLLM's scheduler from memory; talks to the daemon in the background."""
 
@@ -143,6 +146,8 @@ class SchedulerHalf:
             self._holding.began_load(request.request_id)
         if self._policy.starts_loads and job.lease:
             self._calls.start(job)
+            if job.is_held:
+                time.sleep(YIELD_S)  # the client's thread sends it now, not after this step's work
         self._loads.append(job)
         self.tally.add("hit_blocks", count)
         self.tally.add("hit_requests")
