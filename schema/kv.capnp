@@ -86,6 +86,10 @@ interface Session @0xb7e20f6d4c8a9135 {
 
   reset @7 () -> (reply :ResetReply);
   # Forgets every block of the instance's namespace, for all engines that share it (weights changed).
+
+  start @8 (start :Start) -> ();
+  # By the scheduler: every rank is about to ask for this load; begin it. A rank's `load` of the same
+  # blocks then joins what was begun. What cannot be begun is left to those calls.
 }
 
 struct Field { name @0 :Text; value @1 :Text; }
@@ -143,6 +147,14 @@ struct Rank {
   events @5 :List(Data);
   # GPU memory: raw 64-byte handles of CUDA events, at most 256. A save or load that names one is
   # ordered after the work that the engine had queued when it last recorded that event.
+  signals @6 :Signals;
+}
+
+struct Signals {
+  # GPU memory: an array of uint32 words in one of the rank's memories, in which loads show their end.
+  memory @0 :UInt16;
+  offset @1 :UInt64;                # a multiple of 4
+  count @2 :UInt16;                 # 0: this rank has none; at most 256
 }
 
 struct Group {
@@ -229,6 +241,18 @@ struct Load {
   blocks @3 :Data;                  # where the blocks go; at most 65,536
   budgetSeconds @4 :Float32;        # blocks not begun by then are reported as failed; 0: no limit
   event @5 :UInt16;                 # 1 + index into `Rank.events`; 0: the blocks may be written now
+  signal @6 :UInt16;                # 1 + index into `Rank.signals`; 0: none
+  value @7 :UInt32;                 # what that word becomes once all blocks have arrived: after their last
+                                    # byte in the order of the GPU, before the reply. A load that fails in
+                                    # part leaves the word alone.
+}
+
+struct Start {
+  lease @0 :UInt64;
+  first @1 :UInt32;                 # as in `Load`, the same for all ranks
+  blocks @2 :Data;
+  signal @3 :UInt16;
+  value @4 :UInt32;
 }
 
 struct LoadReply {

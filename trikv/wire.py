@@ -6,6 +6,7 @@ This file does not know sockets, tasks or policy; it is the only one that knows 
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +15,17 @@ import capnp
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.calls import Declare, GpuMemory, GroupPieces, Load, Query, Register, Save
+from trikv.core.calls import (
+    Declare,
+    GpuMemory,
+    GroupPieces,
+    Load,
+    Query,
+    Register,
+    Save,
+    Signals,
+    Start,
+)
 from trikv.core.errors import BadRequestError
 from trikv.core.layout import ADDRESS_MAX, Piece, Range
 from trikv.core.words import InstanceName, LeaseId, RequestId, Words
@@ -35,6 +46,8 @@ GROUPS_MAX: Final = 16
 PIECES_MAX: Final = 65_536
 FENCES_MAX: Final = 65_536
 EVENTS_MAX: Final = 256
+SIGNALS_MAX: Final = 256
+SIGNAL_BYTES: Final = 4
 IPC_HANDLE_BYTES: Final = 64
 UUID_BYTES: Final = 16
 ALLOCATION_BYTES_MAX: Final = 1 << 40
@@ -173,6 +186,8 @@ def read_register(message: Any) -> Register:
         raise BadRequestError("fences leave the address space")
     events = bounded(message.events, "events", count_max=EVENTS_MAX)
     ranges, gpu = _memories(memories, events)
+    if gpu is not None:
+        gpu = replace(gpu, signals=_signals(message.signals, ranges))
     return Register(_instance(message.instance), rank, ranges, _groups(groups), address, count, gpu)
 
 
@@ -197,6 +212,17 @@ def _memories(memories: Any, events: Any) -> tuple[tuple[Range, ...], GpuMemory 
     ranges = tuple(Range((at + 1) * ALLOCATION_BYTES_MAX, size) for at, size in enumerate(sizes))
     recorded = tuple(_blob(one, "an event", IPC_HANDLE_BYTES) for one in events)
     return ranges, GpuMemory(devices.pop(), handles, recorded)
+
+
+def _signals(message: Any, ranges: tuple[Range, ...]) -> Signals | None:
+    memory, offset, count = int(message.memory), int(message.offset), int(message.count)
+    if count == 0:
+        return None
+    if count > SIGNALS_MAX or memory >= len(ranges) or offset % SIGNAL_BYTES:
+        raise BadRequestError(f"signals: at most {SIGNALS_MAX} words in a memory of the rank")
+    if offset + SIGNAL_BYTES * count > ranges[memory].bytes:
+        raise BadRequestError("signals leave their memory")
+    return Signals(memory, offset, count)
 
 
 def _blob(value: Any, name: str, size: int) -> bytes:
@@ -275,7 +301,20 @@ def read_load(message: Any) -> Load:
         blocks,
         budget_s,
         int(message.event),
+        int(message.signal),
+        int(message.value),
     )
+
+
+def read_start(message: Any) -> Start:
+    """Read `Start`.
+
+    Raises:
+        BadRequestError: a bound is broken.
+    """
+    blocks = ids_to_array(message.blocks)
+    lease, first = LeaseId(int(message.lease)), int(message.first)
+    return Start(lease, first, blocks, int(message.signal), int(message.value))
 
 
 def read_requests(message: Any) -> list[RequestId]:

@@ -38,6 +38,7 @@ class FakeCalls:
         self.released: list[str] = []
         self.waits: list[float] = []  # how long each query lets the daemon wait
         self.resets: list[Future[int]] = []
+        self.started: list[LoadJob] = []
 
     def query(
         self, request: str, _size: int, hashes: bytes, wait_s: float = 0.0
@@ -53,6 +54,9 @@ class FakeCalls:
         future: Future[tuple[int, ...]] = Future()
         self.loads[job.request] = (job, future)
         return future
+
+    def start(self, job: LoadJob) -> None:
+        self.started.append(job)
 
     def save(self, job: SaveJob, fence: int, generation: int, _event: int) -> "Future[Saved]":
         future: Future[Saved] = Future()

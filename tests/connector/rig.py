@@ -159,10 +159,11 @@ class Rig:
         worker, output = self.worker, KVConnectorOutput()
         worker.handle_preemptions(metadata)
         worker.bind_connector_metadata(metadata)
-        if not LOADS_LAST:
+        loads_last = LOADS_LAST and not getattr(planned, "has_sync_kv_loads", False)
+        if not loads_last:
             worker.start_load_kv(None)
         sampled = self.forward(planned)
-        if LOADS_LAST:
+        if loads_last:
             worker.start_load_kv(None)
         if planned.total_num_scheduled_tokens or LOADS_LAST:
             worker.wait_for_save()

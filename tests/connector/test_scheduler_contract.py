@@ -33,7 +33,7 @@ def bodies(*modules: str) -> dict[str, str]:
     return {match[1]: match[0] for match in found}
 
 
-BODIES = bodies("flows", "faults")
+BODIES = bodies("flows", "faults", "held")
 CASES = [
     (run, name)
     for run, (_, kind) in RUNS.items()

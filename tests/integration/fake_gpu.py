@@ -49,6 +49,7 @@ class FakeMapped:
     maps: list[mmap.mmap]
     events: list[tuple[mmap.mmap, int]]
     groups: list[list[tuple[int, int, int, int]]]  # pieces: memory, offset, stride, bytes
+    signals: tuple[int, int] | None = None  # memory, offset
 
     def is_over(self, event: int) -> bool:
         if event == 0:
@@ -102,6 +103,21 @@ class FakeLane:
                 self.pool[page : page + size] = far[at : at + size]
             page += size
 
+    def signal(self, mapped: Any, number: int, value: int) -> None:
+        memory, offset = mapped.signals
+        at = offset + 4 * (number - 1)
+
+        def write() -> None:
+            mapped.maps[memory][at : at + 4] = value.to_bytes(4, "little")
+
+        last = self.chunks.pop() if self.chunks else lambda: None
+
+        def both() -> None:
+            last()
+            write()
+
+        self.chunks.append(both)
+
     def wait(self) -> None:
         time.sleep(self.control[PAUSE_MS] / 1000)
         while self.control[HANG]:
@@ -126,7 +142,7 @@ class FakeGpu:
         ]
         for memory, offset, _, size in (piece for one in groups for piece in one):
             assert 0 < size <= len(maps[memory]) - offset, "the daemon has checked that"
-        return FakeMapped(maps, events, groups)
+        return FakeMapped(maps, events, groups, order.signals)
 
     def detach(self, mapped: Any) -> None:
         for one in [*mapped.maps, *(at for at, _ in mapped.events)]:

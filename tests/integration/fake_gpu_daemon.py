@@ -16,7 +16,16 @@ from tests.integration import fake_gpu
 from tests.integration.daemons import hashes
 from trikv import config
 from trikv.core.banks import WHOLE, Parts
-from trikv.core.calls import Declare, GpuMemory, GroupPieces, Load, Query, Register, Save
+from trikv.core.calls import (
+    Declare,
+    GpuMemory,
+    GroupPieces,
+    Load,
+    Query,
+    Register,
+    Save,
+    Signals,
+)
 from trikv.core.layout import Piece, Range
 from trikv.core.words import InstanceName, LeaseId, RequestId
 from trikv.nursery.choices import slab_bytes_for
@@ -69,6 +78,7 @@ class Rank:
     name: str = "engine"
     pieces: tuple[Piece, ...] = (Piece(0, 0, PAGE, PAGE),)
     blocks: int = BLOCKS
+    word_count: int = 0
     session: Session = field(init=False)
     memory: NDArray[np.uint8] = field(init=False)
     events: mmap.mmap = field(init=False)
@@ -78,6 +88,7 @@ class Rank:
         self.fd, mapped = memfd(end)
         self.memory = np.frombuffer(mapped, np.uint8)
         self.event_fd, self.events = memfd(8)
+        self.word_fd, self.word_memory = memfd(max(4, 4 * self.word_count))
         self.page_bytes = sum(one.bytes for one in self.pieces)
 
     async def attach(self) -> tuple[int, ...]:
@@ -90,17 +101,26 @@ class Rank:
     async def register(self) -> tuple[int, ...]:
         name = InstanceName(self.name)
         events = tuple(fake_gpu.handle(self.event_fd, at) for at in range(8))
-        gpu = GpuMemory(UUID, (fake_gpu.handle(self.fd),), events)
+        handles = (fake_gpu.handle(self.fd), fake_gpu.handle(self.word_fd))
+        signals = Signals(1, 0, self.word_count) if self.word_count else None
+        gpu = GpuMemory(UUID, handles, events, signals)
         call = Register(
             name,
             0,
-            (Range(ALLOCATION_BYTES_MAX, len(self.memory)),),
+            (
+                Range(ALLOCATION_BYTES_MAX, len(self.memory)),
+                Range(2 * ALLOCATION_BYTES_MAX, len(self.word_memory)),
+            ),
             (GroupPieces(self.blocks, self.pieces, "bytes"),),
             0,
             0,
             gpu,
         )
         return (await self.daemon.service.register(self.session, call)).writers
+
+    def words(self) -> list[int]:
+        raw: list[int] = np.frombuffer(self.word_memory, np.uint32)[: self.word_count].tolist()
+        return raw
 
     def block(self, number: int) -> bytes:
         parts = (p.offset + number * p.stride for p in self.pieces)

@@ -7,12 +7,10 @@ vLLM 0.20 to 0.33: hooks that older versions lack are defined all the same, and 
 imported.
 """
 
-import functools
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -27,14 +25,12 @@ from vllm.logger import init_logger
 from trikv.connector import engine, identity, shapes, tally
 from trikv.connector.calls import Calls
 from trikv.connector.client import Client, Introduction, Settings
+from trikv.connector.guards import guarded, nothing
 from trikv.connector.jobs import Report, StepJobs
 from trikv.connector.scheduler import SchedulerHalf
 from trikv.connector.settings import read_settings
 from trikv.connector.tracks import Policy
 from trikv.connector.worker import WorkerHalf
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 RESET_S: Final = 5.0
 
@@ -81,29 +77,6 @@ class TriKVStats(KVConnectorStats):
         return not self.data
 
 
-def guarded(neutral: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a hook answer `neutral()` instead of raising: an exception would end the engine."""
-
-    def wrap(hook: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(hook)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return hook(*args, **kwargs)
-            except Exception:  # noqa: BLE001  # logged once a hook, and the cache steps back
-                connector: Any = args[0]
-                connector.note_failure(hook.__name__)
-                result: R = neutral()
-                return result
-
-        return call
-
-    return wrap
-
-
-def _nothing() -> None:
-    return None
-
-
 class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps KV blocks in a TriKV daemon and loads them back."""
 
@@ -121,6 +94,7 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
         )
         if why:
             raise ValueError(why)
+        self._has_deferred_frees = engine.abilities(KVConnectorBase_V1).has_deferred_frees
         self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._ask_for_recompute()
         why = shapes.unsupported(vllm_config, kv_cache_config)
@@ -161,7 +135,7 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
                 calls,
                 self._log,
                 save_s=self._settings.save_s,
-                orders_loads=not engine.abilities(KVConnectorBase_V1).has_deferred_frees,
+                orders_loads=not self._has_deferred_frees,
             )
             return
         instance = {
@@ -175,11 +149,20 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
             block_tokens=self._shape.block_tokens,
             query_s=self._settings.query_s,
             load_wait_s=self._settings.load_wait_s,
+            hold_s=self._hold_s(),
+            block_bytes=sum(self._shape.page_bytes.values()),
+            starts_loads=self._has_deferred_frees,
             saves=transfer.is_kv_producer,
             loads=transfer.is_kv_consumer,
         )
         self._scheduler = SchedulerHalf(calls, policy, self._log)
         self._client.start(Introduction("declare", lambda: {"instance": instance}))
+
+    def _hold_s(self) -> float:
+        if self._settings.hold_s and not engine.abilities(KVConnectorBase_V1).has_loads_first:
+            self._log.warning("TriKV: this vLLM begins loads after the forward: no hold_ms")
+            return 0.0
+        return self._settings.hold_s
 
     def _fields(self, software: str) -> dict[str, str]:
         return identity.fields(
@@ -230,7 +213,7 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler -------------------------------------------------------------------------------
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401
         """Start the query (0.22 and later)."""
         if self._scheduler is not None:
@@ -247,7 +230,7 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         return self._scheduler.matched(request, num_computed_tokens)
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def update_state_after_alloc(
         self,
         request: Any,  # noqa: ANN401
@@ -265,7 +248,7 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
             return TriKVMetadata()
         return TriKVMetadata(self._scheduler.step(scheduler_output))
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def update_connector_output(self, connector_output: Any) -> None:  # noqa: ANN401
         """What the workers have reported."""
         if self._scheduler is None:
@@ -309,7 +292,7 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- worker ----------------------------------------------------------------------------------
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Offer the KV tensors to the daemon."""
         if self._worker is None:
@@ -319,7 +302,7 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._instance, 0, tensors, self._shape.block_count, self._shape.page_bytes
         )
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:  # noqa: ANN401
         """Give up saves of blocks that this step may overwrite; takes metadata or a set of ids."""
         if self._worker is None:
@@ -334,22 +317,22 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
         bound = self._connector_metadata
         return bound.jobs if isinstance(bound, TriKVMetadata) else StepJobs()
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def start_load_kv(self, _forward_context: Any, **_kwargs: Any) -> None:  # noqa: ANN401
         """Send this step's loads; they end between steps."""
         if self._worker is not None:
             self._worker.start_loads(self._jobs.loads)
             self._worker.delay(self._jobs.delayed)
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def wait_for_layer_load(self, _layer_name: str) -> None:
         """Nothing: all loads are asynchronous."""
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def save_kv_layer(self, *_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401
         """Nothing: saves are sent in one piece."""
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def wait_for_save(self) -> None:
         """Send this step's saves; waits for nothing."""
         if self._worker is not None:
@@ -368,7 +351,7 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks that did not arrive, of the loads just reported."""
         return self._worker.take_invalid() if self._worker is not None else set()
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Saves that have ended."""
         report = self._worker.take_report() if self._worker is not None else None
@@ -376,14 +359,14 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- both ------------------------------------------------------------------------------------
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Counters since the last call."""
         half = self._scheduler or self._worker
         counts = half.tally.take() if half is not None else {}
         return TriKVStats(data=counts) if counts else None
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def shutdown(self) -> None:
         """Close the session; waits at most a few seconds."""
         if self._worker is not None:

@@ -17,6 +17,8 @@ HANDLE_BYTES: Final = 64
 UUID_BYTES: Final = 16
 EVENT_COUNT: Final = 32
 """A save waits for the latest record of its event: with few of them, for that of a later step."""
+SIGNAL_COUNT: Final = 32
+WORD_BYTES: Final = 4
 INVALID_VALUE: Final = 1
 NOT_SUPPORTED: Final = 801
 
@@ -92,6 +94,26 @@ class Driver:
             raise LayoutError("MIG is not supported: CUDA IPC does not reach instances of a GPU")
         return bytes(whole)
 
+    def wait_word(self, stream: int, address: int, value: int) -> None:
+        """What follows in the stream waits until the uint32 there has reached `value`, cyclically.
+
+        Raises:
+            LayoutError: this GPU or driver cannot.
+        """
+        self._word("cuStreamWaitValue32_v2", stream, address, value)
+
+    def write_word(self, stream: int, address: int, value: int) -> None:
+        """The uint32 there becomes `value` after what is in the stream.
+
+        Raises:
+            LayoutError: this GPU or driver cannot.
+        """
+        self._word("cuStreamWriteValue32_v2", stream, address, value)
+
+    def _word(self, name: str, stream: int, address: int, value: int) -> None:
+        at, flags = ctypes.c_uint64(address), ctypes.c_uint(0)  # wait: greater or equal, cyclically
+        self._call(name, ctypes.c_void_p(stream), at, ctypes.c_uint32(value), flags)
+
     def _call(self, name: str, *arguments: object) -> None:
         _check(name, getattr(self._library, name)(*arguments))
 
@@ -150,6 +172,68 @@ class StepEvents:
         self._next = (at + 1) % len(self._events)
         self._events[at].record(self._stream())
         return at + 1
+
+
+class SignalWords:
+    """Words of the GPU in which copiers show that a load has ended, and streams wait for that.
+
+    Waiting and writing are done by the GPU's front end: no kernel, no thread.
+    """
+
+    def __init__(
+        self,
+        words: Any,  # noqa: ANN401
+        allocation: Allocation,
+        stream: Callable[[], Any],
+        side: Any,  # noqa: ANN401
+        driver: Driver,
+    ) -> None:
+        """Take charge of words.
+
+        Args:
+            words: int32 tensor, zeros.
+            allocation: what it lies in, exported.
+            stream: gives the stream that the engine computes in.
+            side: a stream that waits for no other.
+            driver: to it.
+        """
+        self._words = words  # keeps the memory
+        self.allocation = allocation
+        self.count = len(words)
+        self.offset = words.data_ptr() - allocation.address
+        self._stream = stream
+        self._side = side
+        self._driver = driver
+
+    def hold(self, number: int, value: int) -> None:
+        """What is put into the engine's stream from now on waits for the word to be `value`."""
+        self._driver.wait_word(self._stream().cuda_stream, self._address(number), value)
+
+    def write(self, number: int, value: int) -> None:
+        """The word becomes `value` at once, whatever the GPU does; any thread."""
+        with on_device(str(self._words.device)):
+            self._driver.write_word(self._side.cuda_stream, self._address(number), value)
+
+    def _address(self, number: int) -> int:
+        return int(self._words.data_ptr()) + WORD_BYTES * (number - 1)
+
+
+def signal_words(name: str, driver: Driver, count: int = SIGNAL_COUNT) -> SignalWords | None:
+    """Words on a device that is current now; None: its streams cannot wait for words."""
+    import torch  # noqa: PLC0415  # an engine without a GPU may have no CUDA torch
+
+    words = torch.zeros(count, dtype=torch.int32, device=name)
+    side = torch.cuda.Stream(name)
+    try:
+        allocation = driver.allocation(words.data_ptr())
+        made = SignalWords(words, allocation, lambda: torch.cuda.current_stream(name), side, driver)
+        torch.cuda.synchronize(name)  # the zeros are there
+        made.write(1, 1)
+        driver.wait_word(side.cuda_stream, words.data_ptr(), 1)
+        side.synchronize()
+    except (LayoutError, AttributeError):
+        return None
+    return made if int(words[0]) == 1 else None
 
 
 def on_device(name: str) -> AbstractContextManager[Any]:

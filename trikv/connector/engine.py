@@ -16,11 +16,14 @@ PROBE_BLOCKS: Final = 3
 def abilities(base: type) -> Abilities:
     """What vLLM can do, by what its connector base and its hashing have."""
     hashing = import_module("vllm.v1.core.kv_cache_utils")
+    scheduling = import_module("vllm.v1.core.sched.output")
     return Abilities(
         has_sleep_hooks=hasattr(base, "supports_sleep_mode"),
         has_fixed_seed=hasattr(hashing, "resolve_none_hash_seed"),
         has_mamba_hits=hasattr(base, "set_xfer_handshake_metadata_pp_aware"),
         has_deferred_frees=hasattr(base, "has_pending_push_work"),
+        has_loads_first=hasattr(base, "register_cross_layers_kv_cache")
+        or hasattr(scheduling.SchedulerOutput, "has_sync_kv_loads"),
     )
 
 

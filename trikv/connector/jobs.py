@@ -23,6 +23,15 @@ class LoadJob:
     lease: int  # 0: there is none, the load must fail
     first: int  # position inside the lease
     blocks: bytes  # engine block ids, little-endian int32
+    signal: int = 0  # from 1: this step's forward waits for that word; 0: it does not need them
+    value: int = 0  # to be this
+    hash_bytes: int = 0  # the rest only where a forward waits
+    hashes: bytes = b""  # of all blocks up to the last of these, from the request's first on
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this step's forward waits for them."""
+        return self.signal > 0
 
 
 @dataclass(frozen=True, slots=True)

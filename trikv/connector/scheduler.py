@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from trikv.connector.calls import ID_BYTES, Calls, count_real, pack, unpack
 from trikv.connector.forgetting import Forgetting
+from trikv.connector.holding import Holding
 from trikv.connector.jobs import LoadJob, Report, SaveJob, StepJobs
 from trikv.connector.lookups import Lookups
 from trikv.connector.tally import Tally
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 
 SAVE_BLOCKS_MAX: Final = 16_384
 """Blocks of one save: longer ones are cut, so that a message stays small."""
+
+
+YIELD_S: Final = 0.0001
 
 
 class SchedulerHalf:
@@ -59,6 +64,7 @@ class SchedulerHalf:
         self._savers: dict[int, Track] = {}  # by number of a save under way
         self._releases: list[str] = []
         self._is_idle = False  # the last step computed nothing
+        self._holding = Holding(policy.hold_s, policy.block_bytes)
         self._has_said_hit = False
         self.promises = True  # False after a failure of ours: nothing more is promised
         self.tally = Tally()
@@ -90,7 +96,10 @@ class SchedulerHalf:
         if found is None:
             return (None, False) if is_pending else (0, False)
         count = min(found.hit_count - track.local_count, wanted)
-        return (count * tokens, True) if count > 0 else (0, False)
+        if count <= 0:
+            return 0, False
+        track.is_held = self._holding.may_hold(count)
+        return count * tokens, not track.is_held
 
     def _track(self, request: Any) -> Track:  # noqa: ANN401
         track = self._tracks.get(request.request_id)
@@ -130,7 +139,15 @@ class SchedulerHalf:
             first=first,
             blocks=pack(track.blocks[first : first + count]),
         )
-        track.loading = job
+        if track.is_held:
+            job = self._hold(track, job, first + count)
+        else:
+            track.loading = job
+            self._holding.began_load(request.request_id)
+        if self._policy.starts_loads and job.lease:
+            self._calls.start(job)
+            if job.is_held:
+                time.sleep(YIELD_S)  # the client's thread sends it now, not after this step's work
         self._loads.append(job)
         self.tally.add("hit_blocks", count)
         self.tally.add("hit_requests")
@@ -138,6 +155,14 @@ class SchedulerHalf:
             self._has_said_hit = True
             numbers = (count * tokens, request.num_tokens, request.request_id)
             self._log.info("TriKV: first hit: loading %d of %d tokens of request %s", *numbers)
+
+    def _hold(self, track: Track, job: LoadJob, end: int) -> LoadJob:
+        """The load as this step's forward waits for it."""
+        signal, value = self._holding.take()
+        hashes = track.hashes_of(0, end)
+        size = len(hashes) // end
+        self.tally.add("loads_held")
+        return replace(job, signal=signal, value=value, hash_bytes=size, hashes=hashes)
 
     def _attachment(self) -> int:
         attached = self._calls.attached
@@ -154,6 +179,7 @@ class SchedulerHalf:
         delayed, self._delayed = tuple(self._delayed), []
         saves: list[SaveJob] = []
         try:
+            self._holding.stepped(output.num_scheduled_tokens)
             saves = self._saves(output)
             self._release()
         except Exception:  # noqa: BLE001  # the loads above must be handed over
@@ -165,6 +191,7 @@ class SchedulerHalf:
     def _preempt(self, request_id: str) -> None:
         """Its blocks are gone; the workers void the saves that may still read them."""
         track = self._tracks.get(request_id)
+        self._holding.stopped(request_id)
         if track is not None:
             track.blocks, track.found, track.saved_count = [], None, 0
             self._forget_saves(track)
@@ -248,6 +275,7 @@ class SchedulerHalf:
         if invalid:
             self._note_failures(invalid)
         for request_id in loaded:
+            self._holding.ended_load(request_id)
             track = self._ended_loading.pop(request_id, None) or self._tracks.get(request_id)
             if track is not None:
                 track.loading = None
@@ -292,6 +320,7 @@ class SchedulerHalf:
         Never while its load is in flight: then the load's report frees the blocks, and a second
         report would end the engine.
         """
+        self._holding.stopped(request_id)
         track = self._tracks.pop(request_id, None)
         if track is None:
             return False

@@ -21,6 +21,7 @@ class ConnectorSettings:
     query_s: float = 0.1  # how long a request may wait for a look-up
     load_wait_s: float = 2.0  # how long it may wait for blocks that come up from a disk
     save_s: float = 2.0  # how long an ended request's blocks may wait for a save
+    hold_s: float = 0.0  # how long a forward may wait for its load; 0: never
 
 
 def read_settings(extra: Mapping[str, Any] | None) -> ConnectorSettings:
@@ -35,7 +36,7 @@ def read_settings(extra: Mapping[str, Any] | None) -> ConnectorSettings:
         if str(key).startswith(PREFIX)
     }
     texts = {"address", "tenant", "weights_epoch"}
-    known = texts | {"query_timeout_ms", "load_wait_ms", "save_timeout_ms"}
+    known = texts | {"query_timeout_ms", "load_wait_ms", "save_timeout_ms", "hold_ms"}
     for name in given.keys() - known:
         raise ValueError(f"kv_connector_extra_config: {PREFIX}{name} is unknown")
     for name in given.keys() & texts:
@@ -51,6 +52,7 @@ def read_settings(extra: Mapping[str, Any] | None) -> ConnectorSettings:
         query_s=_seconds(given, "query_timeout_ms", 100, 60_000),
         load_wait_s=_seconds(given, "load_wait_ms", 2_000, 60_000),
         save_s=_seconds(given, "save_timeout_ms", 2_000, 60_000),
+        hold_s=_seconds(given, "hold_ms", 0, 10_000),
     )
 
 

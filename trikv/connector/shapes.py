@@ -23,6 +23,7 @@ class Abilities:
     has_fixed_seed: bool  # 0.29
     has_mamba_hits: bool  # 0.23
     has_deferred_frees: bool = True  # 0.24
+    has_loads_first: bool = True  # a step begins the loads that it needs before its forward
 
 
 @dataclass(frozen=True, slots=True)

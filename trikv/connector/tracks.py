@@ -27,6 +27,9 @@ class Policy:
     rank_count: int = 1
     query_s: float = 0.1
     load_wait_s: float = 2.0
+    hold_s: float = 0.0  # how long a forward may wait for its load; 0: never
+    block_bytes: int = 0  # of one block on one rank
+    starts_loads: bool = False  # the scheduler begins loads, before its workers ask
     saves: bool = True
     loads: bool = True
 
@@ -80,6 +83,7 @@ class Track:
     saved_count: int = 0  # leading blocks that it has or was given
     attachment: int = 0  # of saved_count
     loading: LoadJob | None = None
+    is_held: bool = False  # the load that was promised last: the forward waits for it
     has_failed: bool = False  # a load went wrong: nothing is promised again
     saving: dict[int, int] = field(default_factory=dict)  # number of a save: ranks yet to answer
     has_spoken: bool = False  # the daemon has heard of it

@@ -20,15 +20,16 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import FIRST_COMPLETED, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from trikv.connector import cuda, layouts
-from trikv.connector.calls import Calls, Saved, unpack
+from trikv.connector.calls import ID_BYTES, Calls, Saved, unpack
 from trikv.connector.client import Attached, Introduction
 from trikv.connector.fences import Fences
 from trikv.connector.jobs import IDLE_S, LoadJob, Report, SaveJob
 from trikv.connector.link import AbsentError, CallError, UnknownError
+from trikv.connector.overlap import LoadLostError, Overlap
 from trikv.connector.tally import Tally
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class WorkerHalf:
                 away that this work still uses.
             clock: in seconds.
         """
+        self._overlap = Overlap(calls, log, self._is_over)
         self._orders_loads = orders_loads
         self._events: cuda.StepEvents | None = None
         self._calls = calls
@@ -136,7 +138,9 @@ class WorkerHalf:
         with cuda.on_device(device):
             exported = cuda.export(plan, driver)
             self._events = cuda.step_events(device)
-            return gpu_memory(plan, block_count, exported, self._events)
+            words = cuda.signal_words(device, driver)
+            self._overlap.words = words
+            return gpu_memory(plan, block_count, exported, self._events, words)
 
     # -- starting --------------------------------------------------------------------------------
 
@@ -149,18 +153,20 @@ class WorkerHalf:
         """Send loads; each will be reported, whatever happens."""
         event: int | None = None  # recorded for the first
         for job in jobs:
-            loading = _Loading(job, None, None)
-            self._loading[job.request] = loading
             via = self._calls.attached
-            if via is None or not self._is_registered or not job.lease:
-                continue
-            try:
-                if event is None:
-                    event = self._record() if self._orders_loads else 0
-                loading.future = self._calls.load(job, via, self._load_s, event)
-                loading.via = via
-            except Exception:  # noqa: BLE001  # the others must be sent, and this one reported
-                self._log.exception("TriKV: a load could not be sent")
+            sent: Future[tuple[int, ...]] | None = None
+            if via is not None and self._is_registered and job.lease:
+                try:
+                    if event is None:
+                        event = self._record() if self._orders_loads else 0
+                    shown = job if self._overlap.words is not None else replace(job, signal=0)
+                    sent = self._calls.load(shown, via, self._load_s, event)
+                except Exception:  # noqa: BLE001  # the others must be sent, and this one reported
+                    self._log.exception("TriKV: a load could not be sent")
+            if job.is_held:
+                self._overlap.hold(job, via if sent is not None else None, sent)
+            else:
+                self._loading[job.request] = _Loading(job, via, sent)
 
     def start_saves(self, jobs: Iterable[SaveJob]) -> None:
         """Send saves of blocks that are complete once the step's work is over.
@@ -202,7 +208,16 @@ class WorkerHalf:
 
         Args:
             is_idle: nothing is computed in this step: the end of a load may be waited for a little.
+
+        Raises:
+            LoadLostError: this step has read blocks that are not there.
         """
+        for job, failed in self._overlap.settle():
+            self._note_arrival(job, failed)
+            if failed:
+                raise LoadLostError(
+                    f"blocks of request {job.request} did not arrive after its forward was begun"
+                )
         if is_idle:
             futures = [one.future for one in self._loading.values() if one.future is not None]
             if futures:
@@ -242,8 +257,7 @@ class WorkerHalf:
 
     def _has_ended(self, loading: _Loading) -> bool:
         """Whether nothing writes the blocks any more; notes those that did not arrive."""
-        blocks = unpack(loading.job.blocks)
-        failed: Iterable[int] = range(len(blocks))
+        failed: Iterable[int] = range(len(loading.job.blocks) // ID_BYTES)
         if loading.future is not None and loading.via is not None:
             if not loading.future.done():
                 return False
@@ -254,11 +268,15 @@ class WorkerHalf:
                     return False
             except CallError:
                 pass
+        self._note_arrival(loading.job, failed)
+        return True
+
+    def _note_arrival(self, job: LoadJob, failed: Iterable[int]) -> None:
+        blocks = unpack(job.blocks)
         bad = [blocks[at] for at in failed if 0 <= at < len(blocks)]
         self._invalid.update(bad)
         self.tally.add("loaded_blocks", len(blocks) - len(bad))
         self.tally.add("load_blocks_failed", len(bad))
-        return True
 
     def _is_over(self, via: Attached) -> bool:
         """Whether a lost session's copies have surely ended."""
@@ -325,9 +343,20 @@ def process_memory(plan: layouts.Plan, block_count: int) -> dict[str, Any]:
 
 
 def gpu_memory(
-    plan: layouts.Plan, block_count: int, exported: cuda.Export, events: cuda.StepEvents
+    plan: layouts.Plan,
+    block_count: int,
+    exported: cuda.Export,
+    events: cuda.StepEvents,
+    words: cuda.SignalWords | None,
 ) -> dict[str, Any]:
-    """What of `Rank` says where blocks lie in a GPU's memory."""
+    """What of `Rank` says where blocks and words lie in a GPU's memory."""
+    allocations, signals = list(exported.allocations), {"count": 0}
+    if words is not None:
+        numbers = {one.handle: at for at, one in enumerate(allocations)}
+        at = numbers.get(words.allocation.handle, len(allocations))
+        if at == len(allocations):
+            allocations.append(words.allocation)
+        signals = {"memory": at, "offset": words.offset, "count": words.count}
     memories = [
         {
             "cudaIpc": {
@@ -336,10 +365,15 @@ def gpu_memory(
                 "deviceUuid": exported.device,
             }
         }
-        for one in exported.allocations
+        for one in allocations
     ]
     group = _group(plan, block_count, exported.places)
-    return {"memories": memories, "groups": [group], "events": events.handles}
+    return {
+        "memories": memories,
+        "groups": [group],
+        "events": events.handles,
+        "signals": signals,
+    }
 
 
 def _group(

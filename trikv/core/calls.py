@@ -33,6 +33,15 @@ class GroupPieces:
 
 
 @dataclass(frozen=True, slots=True)
+class Signals:
+    """An array of uint32 words in one memory of a rank."""
+
+    memory: int
+    offset: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class GpuMemory:
     """Memory that a rank has exported by CUDA IPC.
 
@@ -40,11 +49,13 @@ class GpuMemory:
         device: 16 bytes, the GPU's UUID.
         handles: 64 bytes each, one a range of the registration.
         events: 64 bytes each.
+        signals: words in which loads show their end; None: it has none.
     """
 
     device: bytes
     handles: tuple[bytes, ...]
     events: tuple[bytes, ...]
+    signals: Signals | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +111,19 @@ class Load:
     blocks: NDArray[np.int32]
     budget_s: float
     event: int = 0
+    signal: int = 0  # number of a word, from 1; 0: none
+    value: int = 0  # what the word becomes when all blocks have arrived
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A scheduler says which load all its ranks will ask for; fields as in `Load`."""
+
+    lease: LeaseId
+    first: int
+    blocks: NDArray[np.int32]
+    signal: int = 0
+    value: int = 0
 
 
 @dataclass(frozen=True, slots=True)

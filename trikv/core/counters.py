@@ -19,6 +19,7 @@ METHODS: Final = (
     "release",
     "heartbeat",
     "reset",
+    "start",
 )
 
 

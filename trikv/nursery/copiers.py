@@ -107,11 +107,15 @@ class Copiers:
         copier = self._copier(gpu.device.hex())
         groups = tuple(GroupOrder(one.block_count, one.pieces) for one in call.groups)
         number = next(self._numbers)
-        await copier.attach(number, AttachOrder(gpu.handles, gpu.events, groups), on_lost)
+        words = gpu.signals
+        signals = None if words is None else (words.memory, words.offset)
+        order = AttachOrder(gpu.handles, gpu.events, groups, signals)
+        await copier.attach(number, order, on_lost)
         self._by_attachment[number] = copier
         self.faults.pop(copier.uuid, None)
         bank = int(copier.facts.get("node", ANY_BANK))
-        return Attachment(number, len(gpu.events), copier.pid, bank)
+        signal_count = 0 if words is None else words.count
+        return Attachment(number, len(gpu.events), copier.pid, bank, signal_count)
 
     def detach(self, attachment: Attachment) -> None:
         """Have it unmapped; see `Memory`."""
@@ -128,6 +132,8 @@ class Copiers:
             copy.event,
             copy.blocks,
             copy.offsets,
+            copy.signal,
+            copy.value,
         )
         copier = self._by_attachment[place.attachment]
         return await copier.copy(next(self._numbers), order, is_stopped)

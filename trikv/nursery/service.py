@@ -4,6 +4,7 @@ Decided here: which calls are answered at once and which wait for a copy, and wh
 ask. Knows neither capnp nor asyncio: tests and simulations call it under `trio.run`.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ import numpy as np
 import trio
 from numpy.typing import NDArray
 
-from trikv.core.calls import Answer, Declare, Load, Named, Query, Register, Save, Saved
+from trikv.core.calls import Answer, Declare, Load, Named, Query, Register, Save, Saved, Start
 from trikv.core.errors import BadRequestError, ForbiddenError, KvError
 from trikv.core.layout import GroupLayout, Place
 from trikv.core.words import InstanceName, Offsets, RequestId
@@ -24,6 +25,8 @@ from trikv.tiers.copies import Copy, Process
 DIGEST_CALLS = 1  # at most some 5 ms, mostly below 1
 DIGEST_BUSY_S = 0.01
 DIGEST_IDLE_S = 0.25
+BEGUN_MAX = 64
+"""Loads of a session that its scheduler has started and it has not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,18 +136,45 @@ class Service:
         Cancellation: none; what stops the copy ends the call.
         """
         self.sessions.use(session)
+        begun = session.begun.pop((call.rank, call.lease), None)
+        job = begun if begun is not None else self._start_load(session, call)
+        await _ended(job)
+        if not np.array_equal(job.copy.blocks, call.blocks):
+            raise BadRequestError("a load of this lease into other blocks was started")
+        return np.flatnonzero(~job.arrived).astype(np.int32)
+
+    def start(self, session: Session, call: Start) -> None:
+        """Begin a load of all ranks before they ask; what cannot begin is left to their calls."""
+        self.sessions.use(session)
+        instance = self.store.engines.ready(session.instance)
+        if instance.declared_by != session.id:
+            raise BadRequestError("loads are started by the session that declared the instance")
+        for rank, facts in instance.ranks.items():
+            theirs = self.sessions.open_sessions.get(facts.session)
+            if theirs is None or theirs.is_closing:
+                continue
+            mapped = theirs.attachments.get(rank)
+            has_word = mapped is not None and call.signal <= mapped.signal_count
+            signal = (call.signal, call.value) if has_word else (0, 0)
+            load = Load(rank, call.lease, call.first, call.blocks, 0.0, 0, *signal)
+            with contextlib.suppress(KvError):
+                job = self._start_load(theirs, load)
+                if len(theirs.begun) >= BEGUN_MAX:  # ranks that never asked
+                    del theirs.begun[next(iter(theirs.begun))]
+                theirs.begun[rank, call.lease] = job
+
+    def _start_load(self, session: Session, call: Load) -> Job:
         self.loading.check_room(session)
         _check_event(session, call)
         plan, layout = self.store.prepare_load(session.id, session.instance, call)
-        job = self._start(
+        return self._start(
             self.loading,
             session,
             (layout, call.blocks, plan.offsets, call.event),
             lambda copied: self.store.complete_load(plan, copied, layout),
             stop_s=self.store.now_s() + call.budget_s if call.budget_s else None,
+            signal=(call.signal, call.value),
         )
-        await _ended(job)
-        return np.flatnonzero(~job.arrived).astype(np.int32)
 
     def release(self, session: Session, requests: list[RequestId]) -> None:
         """These requests have ended."""
@@ -192,11 +222,12 @@ class Service:
         *,
         fence: tuple[int, int] | None = None,
         stop_s: float | None = None,
+        signal: tuple[int, int] = (0, 0),
     ) -> Job:
         assert session.process is not None
         layout, blocks, offsets, event = what
         into_engine = copying is self.loading
-        copy = Copy(session.process, layout, blocks, offsets, into_engine, event)
+        copy = Copy(session.process, layout, blocks, offsets, into_engine, event, *signal)
         job = Job(session, copy, len(blocks), complete, fence, stop_s)
         copying.start(job)
         return job
@@ -213,6 +244,9 @@ def _check_event(session: Session, call: Save | Load) -> None:
     count = 0 if attachment is None else attachment.event_count
     if call.event > count:
         raise BadRequestError(f"event {call.event} of {count}")
+    signal_count = 0 if attachment is None else attachment.signal_count
+    if isinstance(call, Load) and call.signal > signal_count:
+        raise BadRequestError(f"signal {call.signal} of {signal_count}")
 
 
 async def _ended(job: Job) -> None:

@@ -162,6 +162,10 @@ class Guest:
         self._calls = nursery
         self._started.set_result(None)
 
+    def kick(self) -> None:
+        """Code of asyncio has given Trio something to do: do it now."""
+        self._host.kick()
+
     def fail(self, error: Exception) -> None:
         """A bug of ours showed itself in a call: `failed` tells the host to end."""
         if not self.failed.done():

@@ -81,6 +81,10 @@ class Lane(Protocol):
         """Return when the oldest chunk has ended: no byte of it moves any more."""
         ...
 
+    def signal(self, mapped: Mapped, number: int, value: int) -> None:
+        """Have word `number` (from 1) become `value` after all chunks that have been started."""
+        ...
+
 
 class Device(Protocol):
     """One GPU."""
@@ -248,6 +252,8 @@ class Work:
         self._moving.append((transfer, begin, end))
         if transfer.is_started:
             self._waiting.remove(transfer)
+            if transfer.order.signal:
+                lane.signal(transfer.mapped, transfer.order.signal, transfer.order.value)
         return True
 
     def _finish(self, lane: Lane) -> None:

@@ -42,6 +42,8 @@ class Copy:
         into_engine: direction.
         event: number, from 1, of the registered event that the engine's own work on these blocks
             ends with; 0: that work is over.
+        signal: number, from 1, of the registered word that shows the end; 0: none.
+        value: what that word becomes.
     """
 
     process: Process
@@ -50,3 +52,5 @@ class Copy:
     offsets: Offsets
     into_engine: bool
     event: int = 0
+    signal: int = 0
+    value: int = 0

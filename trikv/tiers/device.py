@@ -124,7 +124,11 @@ class GpuDevice:
                 undo.callback(gpu.free, groups[-1].rows)
             undo.pop_all()
         self._ranks += 1
-        return GpuMemory(order.handles, tuple(events), tuple(groups), self.slab_bytes)
+        signals = 0
+        if order.signals is not None:
+            memory, offset = order.signals
+            signals = addresses[memory] + offset
+        return GpuMemory(order.handles, tuple(events), tuple(groups), self.slab_bytes, signals)
 
     def detach(self, mapped: Mapped) -> None:
         """See `Device`; the last rank takes the staging along."""

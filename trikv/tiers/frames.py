@@ -18,7 +18,7 @@ from trikv.core.layout import Piece
 from trikv.core.words import Offsets
 
 HEADER: Final = struct.Struct("<IIq")  # bytes of the body, kind, number
-_COPY: Final = struct.Struct("<qIIII")
+_COPY: Final = struct.Struct("<qIIIIII")
 _TOOK: Final = struct.Struct("<d")
 
 
@@ -63,11 +63,12 @@ class AttachOrder:
     handles: tuple[bytes, ...]
     events: tuple[bytes, ...]
     groups: tuple[GroupOrder, ...]
+    signals: tuple[int, int] | None = None  # memory and offset of the first word
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyOrder:
-    """Blocks to move; `event` as in `Copy`."""
+    """Blocks to move; `event`, `signal` and `value` as in `Copy`."""
 
     attachment: int
     group: int
@@ -75,6 +76,8 @@ class CopyOrder:
     event: int
     blocks: NDArray[np.int32]
     offsets: Offsets
+    signal: int = 0
+    value: int = 0
 
 
 Frame: TypeAlias = tuple[Kind, int, bytes]
@@ -94,6 +97,7 @@ def pack_attach(order: AttachOrder) -> bytes:
             [one.block_count, [[p.memory, p.offset, p.stride, p.bytes] for p in one.pieces]]
             for one in order.groups
         ],
+        "signals": order.signals,
     }
     return json.dumps(facts).encode()
 
@@ -108,13 +112,20 @@ def read_attach(body: bytes) -> AttachOrder:
             GroupOrder(count, tuple(Piece(*numbers) for numbers in pieces))
             for count, pieces in facts["groups"]
         ),
+        facts["signals"] and tuple(facts["signals"]),
     )
 
 
 def pack_copy(order: CopyOrder) -> bytes:
     """The body of COPY."""
     head = _COPY.pack(
-        order.attachment, order.group, order.direction, order.event, len(order.blocks)
+        order.attachment,
+        order.group,
+        order.direction,
+        order.event,
+        order.signal,
+        order.value,
+        len(order.blocks),
     )
     blocks = np.ascontiguousarray(order.blocks, np.int32)
     return head + blocks.tobytes() + np.ascontiguousarray(order.offsets, np.int64).tobytes()
@@ -122,10 +133,11 @@ def pack_copy(order: CopyOrder) -> bytes:
 
 def read_copy(body: bytes) -> CopyOrder:
     """What `pack_copy` took; the arrays are views of `body`."""
-    attachment, group, direction, event, count = _COPY.unpack_from(body)
+    attachment, group, direction, event, signal, value, count = _COPY.unpack_from(body)
     blocks = np.frombuffer(body, np.int32, count, _COPY.size)
     offsets = np.frombuffer(body, np.int64, count, _COPY.size + 4 * count)
-    return CopyOrder(attachment, group, Direction(direction), event, blocks, offsets)
+    way = Direction(direction)
+    return CopyOrder(attachment, group, way, event, blocks, offsets, signal, value)
 
 
 def pack_facts(**facts: Any) -> bytes:  # noqa: ANN401  # numbers and texts for a log line

@@ -218,6 +218,11 @@ def wait(event: Handle) -> None:
     _ok(driver.cuEventSynchronize(event))
 
 
+def write_word(address: int, value: int, stream: Handle) -> None:
+    """A uint32 of the device becomes `value` after what is in the stream now; needs no kernel."""
+    _ok(driver.cuStreamWriteValue32(stream, address, value, 0))
+
+
 # -- work
 
 

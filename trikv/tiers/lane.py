@@ -82,6 +82,7 @@ class GpuMemory:
     events: tuple[gpu.Handle, ...]
     groups: tuple[Group, ...]
     slab_bytes: int
+    signals: int = 0  # address of the first word; 0: none
 
     def is_over(self, event: int) -> bool:
         """See `Mapped`."""
@@ -154,6 +155,18 @@ class GpuLane:
             now_s = time.perf_counter()
             if now_s - moving.due_s > LATE_S:
                 self._busy_until_s = now_s + BUSY_S
+
+    def signal(self, mapped: Mapped, number: int, value: int) -> None:
+        """See `Lane`.
+
+        Chunks of one copy may have ended on either stream: the word is written behind both.
+        """
+        behind = self._event()
+        gpu.record(behind, self._bus)
+        gpu.wait_in(self._cores, behind)
+        self._events.append(behind)  # recorded again later: the wait is for this record
+        first = cast("GpuMemory", mapped).signals
+        gpu.write_word(first + 4 * (number - 1), value, self._cores)
 
     def drop_staging(self) -> None:
         """Give the GPU its memory back; nothing staged is under way."""
