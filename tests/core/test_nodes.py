@@ -186,11 +186,10 @@ class NodesMachine(RuleBasedStateMachine):
         assert len(self.owners) == len(held)
         assert self.owners.origin_count == len({origin for origin, _ in held})
         tags = set(np.unique(self.owners._owners).tolist()) - {0}
-        live = {one.node.tag for one in self.model.values()}
-        live |= {one.node.previous for one in self.model.values()}
+        live = {tag for one in self.model.values() for tag in one.node.all_tags}
         assert tags <= live
         assert len(set(self.owners._free_tags)) == len(self.owners._free_tags)
-        assert self.owners.tag_count == len(live - {None})
+        assert self.owners.tag_count == len(live)
 
     # -- answers
 

@@ -40,6 +40,7 @@ class Landing:
         offsets: int64[ranks, n], byte offsets in the pool.
         lengths: bytes of a page on each rank.
         source: where the bytes come from, an index into `TIERS`.
+        is_spare: nobody here has asked for them: they are not used, and the first to go.
         left: rows that have not ended.
     """
 
@@ -51,6 +52,7 @@ class Landing:
     offsets: Offsets
     lengths: tuple[int, ...]
     source: int
+    is_spare: bool
     left: int
     line: Entries  # all blocks of the request up to the last of these, root first
     generations: NDArray[np.uint32]  # of `line`
@@ -87,6 +89,7 @@ class Landings:
         *,
         bytes_max: int,
         source: int,
+        is_spare: bool = False,
     ) -> Landing:
         """Give pages on all ranks to the leading wanted blocks that are absent and find room.
 
@@ -98,6 +101,7 @@ class Landings:
             wanted: which of them can be had from below.
             bytes_max: of the pool, for all landings together.
             source: an index into `TIERS`.
+            is_spare: see `Landing`.
 
         At the bound: fewer, down to none. No block of the request itself is evicted for another.
         """
@@ -133,6 +137,7 @@ class Landings:
             offsets.reshape(facts.rank_count, -1),
             self._pages.page_bytes(facts.shape),
             source,
+            is_spare,
             len(entries),
             line,
             self._blocks.generation[line],
@@ -167,7 +172,10 @@ class Landings:
         self._has_credit |= len(sealed) > 0
         self.blocks_total += len(sealed)
         self.failed_blocks_total += len(rows) - len(sealed)
-        self._touch(facts.shape, landing)
+        if landing.is_spare:
+            self._room.spare(facts.shape, sealed)
+        else:
+            self._touch(facts.shape, landing)
 
     def abandon(self, landing: Landing, facts: SpaceFacts, rows: NDArray[np.int64]) -> Entries:
         """Whoever fills these rows has no end: returns those that are to be dropped, claimed on."""

@@ -1,0 +1,74 @@
+"""Blocks that only the SSD of another host holds: real processes, files and network namespaces.
+
+As in `test_peers.py`, `load` compares all bytes that it is given.
+"""
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Start
+from tests.integration.daemons import RunningDaemon, attached, status, wait_for
+from tests.integration.disks import BLOCKS, PAGE, Faults, engine_options, load, places, quiet
+from tests.integration.hosts import PATIENCE_S, Cluster, cluster, joined, nothing_left
+from tests.integration.test_peers import SHORT, all_end_well, hit, loaded, run, saved
+
+POOL = ("--pool-size", "16mb", "--slab-size", "1mb")
+OTHERS = range(9)  # prompts that overrun it
+ALL = BLOCKS * PAGE
+
+
+@pytest.fixture
+def hosts(start: Start, tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(start, tmp_path) as made:
+        yield made
+
+
+def owner(hosts: Cluster, *arguments: str, fraction: str = "0.25", **more: Any) -> RunningDaemon:
+    """A daemon with a small pool over a disk."""
+    host = more.pop("host", None) or hosts.host()
+    (disk,) = places(host.folder)
+    disks = ("--ssd-cache-path", str(disk), "--ssd-cache-capacity", "64mb", "--ssd-write-through")
+    share = ("--peer-ssd-fraction", fraction)
+    return hosts.daemon(*POOL, *disks, *share, *arguments, host=host, **more)
+
+
+async def overrun(daemon: RunningDaemon) -> None:
+    """Of prompt `a` nothing is left but what the disk has."""
+    await saved(daemon, "a")
+    await quiet(daemon)
+    for name in OTHERS:
+        await saved(daemon, name)
+        await quiet(daemon)
+
+
+async def lifted(daemon: RunningDaemon) -> int:
+    """Bytes that it has lent from its disk; nothing of the pool is held for that any more."""
+    facts = await wait_for(daemon.address, lambda one: one["cluster"]["liftedBytes"] == 0, PATIENCE_S)
+    return int(facts["cluster"]["liftedLentBytes"])
+
+
+def test_what_only_a_disk_of_another_host_has_is_hit(hosts: Cluster) -> None:
+    async def story() -> None:
+        await overrun(one)
+        await joined(one, two)
+        began_s = time.monotonic()
+        assert await loaded(two, "a") == BLOCKS
+        print(f"{BLOCKS} blocks from another host's SSD in {time.monotonic() - began_s:.3f} s")
+        assert await lifted(one) == ALL
+        await nothing_left(one, two)
+        await joined(one, two)
+        assert await loaded(three, "a") == BLOCKS  # from the pool of whoever has it there now
+        assert await lifted(one) == ALL
+        await nothing_left(one, two, three)
+
+    hosts.meta()
+    one = owner(hosts)
+    two, three = hosts.daemon(), hosts.daemon()
+    run(story())
+    all_end_well(one, two, three)
