@@ -234,6 +234,20 @@ def test_pages_of_a_loan_that_is_over_are_the_first_to_go(*, is_late: bool) -> N
     machine.teardown()
 
 
+def test_what_is_lent_while_room_is_made_is_the_first_to_go_afterwards() -> None:
+    machine = spilled()
+    lift = begun(machine, first=1)
+    read_all(machine)
+    assert machine.cache.blocks.depth[lift.held].tolist() == [1, 2]  # as they were saved
+    fill_pool(machine, 100, POOL_PAGES - 1)  # one more than fits beside them
+    assert (machine.in_pool(1, [2, 4]) >= 0).all()
+    machine.lend(0)
+    machine.give_back(0)
+    fill_pool(machine, 200, 3)
+    assert (machine.in_pool(1, [2, 4]) < 0).all()
+    machine.teardown()
+
+
 def test_what_a_request_has_used_since_is_no_spare() -> None:
     machine = spilled()
     begun(machine)

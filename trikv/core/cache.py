@@ -342,8 +342,8 @@ class Cache:
             wanted,
             bytes_max=bytes_max,
             source=source,
-            is_spare=is_spare,
         )
+        landing.is_spare = is_spare
         if landing.left == 0:
             self._end(landing.transfer)
         return landing

@@ -52,10 +52,10 @@ class Landing:
     offsets: Offsets
     lengths: tuple[int, ...]
     source: int
-    is_spare: bool
     left: int
     line: Entries  # all blocks of the request up to the last of these, root first
     generations: NDArray[np.uint32]  # of `line`
+    is_spare: bool = False
 
 
 class Landings:
@@ -89,7 +89,6 @@ class Landings:
         *,
         bytes_max: int,
         source: int,
-        is_spare: bool = False,
     ) -> Landing:
         """Give pages on all ranks to the leading wanted blocks that are absent and find room.
 
@@ -101,7 +100,6 @@ class Landings:
             wanted: which of them can be had from below.
             bytes_max: of the pool, for all landings together.
             source: an index into `TIERS`.
-            is_spare: see `Landing`.
 
         At the bound: fewer, down to none. No block of the request itself is evicted for another.
         """
@@ -137,7 +135,6 @@ class Landings:
             offsets.reshape(facts.rank_count, -1),
             self._pages.page_bytes(facts.shape),
             source,
-            is_spare,
             len(entries),
             line,
             self._blocks.generation[line],
