@@ -58,6 +58,11 @@ class _Queue:
         self.lifting = 0  # lifts under way
         self.has_more = trio.Event()
 
+    def tell(self) -> None:
+        """All readers that have nothing to do look again."""
+        self.has_more.set()
+        self.has_more = trio.Event()
+
     def next(self) -> Job | None:
         if not self.wanted and self.lifts and self.lifting < LIFTERS:
             return self.lifts.popleft()
@@ -96,7 +101,7 @@ class Prefetching:
             for one in _pieces(part, READ_BYTES_MAX):
                 queue.wanted.append(Job(one, instance, request))
                 queue.bytes += one.bytes
-            queue.has_more.set()
+            queue.tell()
 
     def lift(self, parts: Iterable[ReadPart]) -> None:
         """Queue reads that another node waits for, until `forgo`."""
@@ -107,7 +112,7 @@ class Prefetching:
             queue = self._queues[part.disk]
             for one in _pieces(part, LIFT_BYTES_MAX):
                 queue.lifts.append(Job(one, None, NO_REQUEST, is_lift=True))
-            queue.has_more.set()
+            queue.tell()
 
     def forgo(self, parts: Iterable[ReadPart]) -> None:
         """The other node waits no more: what was not begun is given up, unless wanted here."""
@@ -207,7 +212,6 @@ class Prefetching:
         while True:
             job = queue.next()
             if job is None:
-                queue.has_more = trio.Event()
                 await queue.has_more.wait()
                 continue
             queue.lifting += job.is_lift
