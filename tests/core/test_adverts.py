@@ -120,12 +120,13 @@ def test_portions_are_bounded_in_keys_and_parts(monkeypatch: pytest.MonkeyPatch)
     adverts = Adverts()
     adverts.begin()
     adverts.finish()
-    adverts.offer(Part(A, words(*range(6)), is_held=True))
+    adverts.offer(Part(A, words(*range(6)), is_held=True, is_below=True))
     for origin in (A, B, A):
         adverts.offer(Part(origin, words(9), is_held=False))
     assert len(adverts) == 9
     seen = []
     while portion := adverts.take():
+        assert all(part.is_below == part.is_held for part in portion)
         seen.append((len(portion), sum(len(part.words) for part in portion)))
         adverts.taken()
     assert seen == [(1, 4), (2, 3), (2, 2)]
