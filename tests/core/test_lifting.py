@@ -5,13 +5,13 @@ import random
 import numpy as np
 import pytest
 from below_world import origin_of
-from cache_world import PAGE, SLAB, words
+from cache_world import PAGE, SLAB, TENANTS, new_cache, words
 from hypothesis import settings
 from lifting_world import LIFT_BYTES, LiftingMachine
 
 from trikv.core import lifting as lifting_module
 from trikv.core import room as room_module
-from trikv.core.below import REQUESTS
+from trikv.core.below import REQUESTS, SSD
 from trikv.core.lifting import Lift, Lifting
 from trikv.core.plans import Key
 from trikv.core.shared import Shared
@@ -318,3 +318,21 @@ def test_only_so_many_loans_wait_for_disks(monkeypatch: pytest.MonkeyPatch) -> N
     machine.borrow(PeerId(2), 0, 4, 0)
     assert machine.borrowings[-1].lift is None
     machine.teardown()
+
+
+def test_spare_blocks_are_in_no_tenants_account() -> None:
+    cache = new_cache(policy=TENANTS, filling_fraction_many_ranks=0.9)
+    count = 4 * SLAB // PAGE  # all of the pool
+    spares = words(list(range(100, 100 + count)))
+    wanted = np.ones(count, np.bool_)
+    while len(cache.index.find_prefix(SpaceId(1), spares)) < count:
+        landing = cache.prepare_fetch(SpaceId(1), spares, wanted, source=SSD, is_spare=True)
+        rows = np.arange(len(landing.entries))
+        cache.complete_fetch(landing, rows, np.ones(len(rows), np.bool_))
+    assert cache.tenants is not None
+    assert sum(cache.tenants.used_bytes()) == 0
+    plan = cache.prepare_save(  # of another shape: it needs whole slabs
+        Key(ME, RequestId("r"), SpaceId(2)), words([1, 2, 4]), rank=0, first=0, now_s=0.0
+    )
+    assert len(plan.entries) == 3
+    assert cache.counters.reclaimed_slabs_total > 0

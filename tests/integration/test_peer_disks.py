@@ -3,6 +3,7 @@
 As in `test_peers.py`, `load` compares all bytes that it is given.
 """
 
+import asyncio
 import signal
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from tests.conftest import Start
 from tests.integration.daemons import RunningDaemon, attached, wait_for
-from tests.integration.disks import BLOCKS, PAGE, Faults, engine_options, load, places, quiet
+from tests.integration.disks import BLOCKS, PAGE, Faults, engine_options, load, places, quiet, shown
 from tests.integration.hosts import PATIENCE_S, Cluster, cluster, joined, nothing_left
 from tests.integration.test_peers import SHORT, all_end_well, hit, loaded, run, saved
 
@@ -62,6 +63,7 @@ def test_what_only_a_disk_of_another_host_has_is_hit(hosts: Cluster) -> None:
         assert await loaded(two, "a") == BLOCKS
         print(f"{BLOCKS} blocks from another host's SSD in {time.monotonic() - began_s:.3f} s")
         assert await lifted(one) == ALL
+        assert "          2.0 MiB lent from SSDs" in await asyncio.to_thread(shown, one)
         await nothing_left(one, two)
         await joined(one, two)
         assert await loaded(three, "a") == BLOCKS  # from the pool of whoever has it there now
