@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from trikv.core.adverts import Part
-from trikv.core.below import NOBODY, PEERS
 from trikv.core.blocks import SEALED
 from trikv.core.errors import OverloadedError
 from trikv.core.lending import Lending, Loan
 from trikv.core.lifting import Lift, Lifting
 from trikv.core.parts import ReadPart
+from trikv.core.reading import NOBODY, PEERS
 from trikv.core.shared import Shared
 from trikv.core.words import PeerId, SpaceId, Words
 
@@ -82,7 +82,7 @@ class LiftingMachine(BelowMachine):
         found: dict[tuple[bytes, int], bool] = {}
         nodes = list(range(256))
         for space in self.spaces:
-            if self.shared.origin_of(self.number[space]) is None:
+            if not self.is_shared(space):
                 continue
             origin = origin_of(space)[:20]
             below = self.below.has(self.number[space], words(nodes))
@@ -90,6 +90,9 @@ class LiftingMachine(BelowMachine):
             above = self.in_pool(space, nodes)
             found |= {(origin, node): False for node in np.flatnonzero(above >= 0).tolist()}
         return found
+
+    def is_shared(self, space: int) -> bool:
+        return self.shared.origin_of(self.number[space]) is not None
 
     # -- what they borrow
 
@@ -179,7 +182,9 @@ class LiftingMachine(BelowMachine):
     def check_others(self) -> None:
         if not hasattr(self, "cache"):
             return
-        assert self.told == self.held()
+        shared = {origin_of(one)[:20] for one in self.spaces if self.is_shared(one)}
+        told = {key: is_below for key, is_below in self.told.items() if key[0] in shared}
+        assert told == self.held()  # what was reset is withdrawn as it is forgotten
         for one in self.borrowings:
             for unit, tag in (one.bytes_there or {}).items():
                 assert self.memory[unit] == tag  # nobody has written there meanwhile
@@ -193,11 +198,11 @@ class LiftingMachine(BelowMachine):
         )
         assert self.lifting.bytes == held + coming <= self.lifting.bytes_max
         reading = self.below.reading
-        rows = np.flatnonzero(reading != NOBODY).tolist()
+        rows = np.flatnonzero(reading.marks != NOBODY).tolist()
         assert sorted(rows) == sorted(
             row for part in self.reads for row in part.landing.entries[part.rows].tolist()
         )
-        assert self.below._lifted == int((reading == PEERS).sum())
+        assert reading.peer_rows == int((reading.marks == PEERS).sum())
 
     def teardown(self) -> None:
         for one in list(getattr(self, "borrowings", ())):
@@ -208,3 +213,4 @@ class LiftingMachine(BelowMachine):
             self.end(one)
             self.borrowings.remove(one)
         super().teardown()
+        assert not getattr(self, "told", None)

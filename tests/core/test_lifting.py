@@ -11,9 +11,10 @@ from lifting_world import LIFT_BYTES, LiftingMachine
 
 from trikv.core import lifting as lifting_module
 from trikv.core import room as room_module
-from trikv.core.below import REQUESTS, SSD
+from trikv.core.below import SSD
 from trikv.core.lifting import Lift, Lifting
 from trikv.core.plans import Key
+from trikv.core.reading import REQUESTS
 from trikv.core.shared import Shared
 from trikv.core.words import InstanceName, PeerId, RequestId, SpaceId
 
@@ -54,6 +55,8 @@ def step(machine: LiftingMachine, rng: random.Random) -> None:  # noqa: C901, PL
         machine.peer_is_lost(PEER, which)
     if rng.random() < 0.004:
         machine.reset(which, kills=False)
+    if rng.random() < 0.1:
+        machine.forget(2)
     if rng.random() < 0.08:
         machine.killed(0)
     if rng.random() < 0.1:
@@ -165,12 +168,12 @@ def test_a_second_peer_and_a_request_share_the_read() -> None:
     assert two.parts == ()
     assert two.waits.tolist() == one.waits.tolist()
     (part,) = one.parts
-    assert not machine.below.is_promoted(part)
+    assert not machine.below.reading.is_wanted(part.pool_entries)
     machine.ask((ME, RequestId("s")), 0, 4)
-    assert machine.below.has_promoted
-    assert machine.below.is_promoted(part)
-    assert set(machine.below.reading[one.waits].tolist()) == {REQUESTS}
-    assert machine.below._lifted == 0
+    assert machine.below.reading.has_promoted
+    assert machine.below.reading.is_wanted(part.pool_entries)
+    assert set(machine.below.reading.marks[one.waits].tolist()) == {REQUESTS}
+    assert machine.below.reading.peer_rows == 0
     assert machine.lowers[0].blocks.pins.sum() == 3  # one read each
     assert machine.lifting.is_waiting(two)
     read_all(machine)
@@ -296,7 +299,7 @@ def test_a_hung_disk_holds_no_budget_and_no_pin() -> None:
     assert machine.lifting.bytes == machine.lifting.count == 0
     assert not machine.lifting._lifts
     assert not machine.cache.blocks.pins.any()
-    assert not machine.below.reading.any()
+    assert not machine.below.reading.marks.any()
 
 
 def test_a_lift_that_is_reset_meanwhile_is_nobodys() -> None:
@@ -305,6 +308,7 @@ def test_a_lift_that_is_reset_meanwhile_is_nobodys() -> None:
     machine.reset(0, kills=False)
     read_all(machine)
     machine.lend(0)
+    machine.forget(9)
     assert machine.lifting.bytes == 0
     assert machine.cache.pages.used_bytes == 0
     assert not machine.told

@@ -9,7 +9,6 @@ import trio.lowlevel
 from tests.sim.month import PAGE, Host
 from tests.sim.test_fetching import BYTE_S, ME, ONE, WHOLE, ask, live, save, wait, words
 from tests.sim.test_world import quiet
-from trikv.core.below import NOBODY
 from trikv.core.lending import Lending
 from trikv.core.lifting import Lift, Lifting
 from trikv.core.shared import Shared
@@ -66,7 +65,7 @@ class Owner:
         assert self.lifting.bytes == self.lifting.count == 0
         assert not self.lifting._lifts
         assert not self.host.cache.blocks.pins.any()
-        assert (self.host.below.reading == NOBODY).all()
+        assert not self.host.below.reading.marks.any()
         (queue,) = self.host.prefetching._queues
         assert queue.lifting == queue.bytes == len(queue.lifts) == 0
 

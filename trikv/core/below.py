@@ -19,15 +19,13 @@ from trikv.core.chains import Chain
 from trikv.core.landing import Landing
 from trikv.core.lower import Lower
 from trikv.core.parts import Coming, ReadPart, SpillPart
+from trikv.core.reading import REQUESTS, Reading
 from trikv.core.spills import Spills
 from trikv.core.words import Entries, SpaceId, Words
 
 SSD: Final = TIERS.index("ssd")
 ABSENT: Final = -1
 LOOKED_AT_ONCE: Final = 1 << 16
-NOBODY: Final = 0
-PEERS: Final = 1
-REQUESTS: Final = 2
 
 Bools = NDArray[np.bool_]
 Int64s = NDArray[np.int64]
@@ -38,8 +36,7 @@ class Below:
 
     Attributes:
         begun: reads that were prepared and that nobody has begun; whoever reads takes them.
-        reading: uint8 of the pool's rows: for whom they are being read, `NOBODY` when they are not.
-        has_promoted: a request wants what is read for others: whoever reads takes note.
+        reading: for whom the pool's rows are being read.
         ended: told of each part of a read that has ended, and which of its blocks have arrived.
         lost: called when a disk is not used any more.
         voids: origins whose older records are to be voided on each disk, before anybody is told.
@@ -55,11 +52,9 @@ class Below:
         self.begun: deque[ReadPart] = deque()
         self.voids: deque[bytes] = deque()
         self.quarantined_bytes = 0
-        self.reading = np.zeros(cache.blocks.capacity, np.uint8)
-        self.has_promoted = False
+        self.reading = Reading(cache.blocks.capacity)
         self.ended: Callable[[ReadPart, Bools], object] = lambda _part, _arrived: None
         self.lost: Callable[[], object] = lambda: None
-        self._lifted = 0  # rows that are being read for others
         self._origins: dict[SpaceId, tuple[bytes, tuple[SpaceId | None, ...]]] = {}
         if has_disks:
             cache.attach_spills(spills)
@@ -116,7 +111,7 @@ class Below:
 
     def coming(self, space: SpaceId, words: Words, first: int, limit: int) -> int:
         """How many blocks from `first` on are at hand, on their way, or on a disk; no gap."""
-        return len(self._find(space, words[first : first + limit])[0])
+        return len(self.find(space, words[first : first + limit])[0])
 
     def fetch(self, space: SpaceId, words: Words, first: int, limit: int) -> Coming:
         """Begin to bring up what lies behind the blocks at hand.
@@ -129,9 +124,10 @@ class Below:
 
         At the bound: what finds no room in the pool is not fetched; the answer is shorter.
         """
-        if self._lifted:
-            self._promote(space, words[first : first + limit])
-        disks, rows = self._find(space, words[first : first + limit])
+        if self.reading.peer_rows:
+            line = self.cache.index.find(space, words[first : first + limit])
+            self.reading.promote(line[line >= 0])
+        disks, rows = self.find(space, words[first : first + limit])
         if len(disks) == 0:
             return Coming(0)
         end = first + len(disks)
@@ -141,7 +137,7 @@ class Below:
             return Coming(len(disks))
         landing = self.cache.prepare_fetch(space, words[:end], wanted, source=SSD)
         at = landing.positions - first
-        parts = self._parts(landing, disks[at], rows[at], REQUESTS)
+        parts = self.prepare(landing, disks[at], rows[at], REQUESTS)
         for part in parts:
             self._touch(part.disk, space, words[:end])
         self.begun += parts
@@ -151,43 +147,9 @@ class Below:
             count = int(np.argmin(found >= 0)) if bool((found < 0).any()) else count
         return Coming(count, tuple(parts))
 
-    def lift(
-        self, space: SpaceId, words: Words, limit: int
-    ) -> tuple[Entries, tuple[ReadPart, ...], int]:
-        """Begin to bring up what another node asks for, for nobody here.
-
-        What is read already, for whomever, is not read again. The blocks go first when room is
-        needed, until somebody here uses them.
-
-        Args:
-            space: theirs.
-            words: in prefix order; not from a request's first block on.
-            limit: how many may be read.
-
-        Returns:
-            (waits, parts, refused): rows of the pool that are being read now, of `words` up to the
-            first one that nobody has or gets; the reads among these that were prepared here; and
-            how many blocks were not read, for lack of room too.
-        """
-        disks, rows = self._find(space, words)
-        on_disk = np.flatnonzero(disks >= 0)
-        end = on_disk.item(limit) if len(on_disk) > limit else len(disks)
-        disks, rows, words = disks[:end], rows[:end], words[:end]
-        parts: list[ReadPart] = []
-        if bool((disks >= 0).any()):
-            landing = self.cache.prepare_fetch(space, words, disks >= 0, source=SSD, is_spare=True)
-            parts = self._parts(landing, disks[landing.positions], rows[landing.positions], PEERS)
-            self._lifted += len(landing.entries)
-            for part in parts:
-                depths = self.lowers[part.disk].blocks.depth[part.entries]
-                self.cache.blocks.depth[landing.entries[part.rows]] = depths
-        line = self.cache.index.find(space, words)
-        waits = line[(line >= 0) & (self.reading[line] != NOBODY)]
-        return waits, tuple(parts), len(on_disk) - sum(len(part.rows) for part in parts)
-
     def end_read(self, part: ReadPart, arrived: Bools) -> None:
         """The disk has filled these pages, or will not."""
-        self._unmark(part)
+        self.reading.end(part.pool_entries)
         self.lowers[part.disk].complete_read(part.entries, arrived)
         self.cache.complete_fetch(part.landing, part.rows, arrived)
         landed = part.landing.entries[part.rows[arrived]]
@@ -197,7 +159,7 @@ class Below:
     def quarantine_read(self, part: ReadPart, arrived: Bools, held: Bools) -> None:
         """As `end_read` with a disk that hangs: what it `held` it may fill at any time."""
         rest, lost = part.take(np.flatnonzero(~held)), part.take(np.flatnonzero(held))
-        self._unmark(lost)
+        self.reading.end(lost.pool_entries)
         self.cache.abandon_fetch(lost.landing, lost.rows)
         self.quarantined_bytes += lost.bytes
         self.ended(lost, np.zeros(len(lost.rows), np.bool_))
@@ -205,16 +167,14 @@ class Below:
 
     def give_up(self, part: ReadPart) -> None:
         """A read that was not begun is not wanted any more: its blocks stay where they are."""
-        self._unmark(part)
+        self.reading.end(part.pool_entries)
         self.lowers[part.disk].complete_read(part.entries, np.ones(len(part.rows), np.bool_))
         self.cache.complete_fetch(part.landing, part.rows, np.zeros(len(part.rows), np.bool_))
         self.ended(part, np.zeros(len(part.rows), np.bool_))
 
-    def is_promoted(self, part: ReadPart) -> bool:
-        """Whether a request here wants some of what is read for others."""
-        return bool((self.reading[part.landing.entries[part.rows]] == REQUESTS).any())
-
-    def _parts(self, landing: Landing, disks: Int64s, rows: Entries, reader: int) -> list[ReadPart]:
+    def prepare(
+        self, landing: Landing, disks: Int64s, rows: Entries, reader: int
+    ) -> list[ReadPart]:
         """Prepare the reads of a landing: of which disk each block is read, and its row there."""
         parts = []
         for disk in np.unique(disks).tolist():
@@ -223,25 +183,10 @@ class Below:
             regions, slots = self.lowers[disk].prepare_read(entries)
             sums = self.lowers[disk].sums[entries]
             parts.append(ReadPart(disk, landing, mine, entries, regions, slots, sums))
-        self.reading[landing.entries] = reader
+        self.reading.begin(landing.entries, reader)
         return parts
 
-    def _promote(self, space: SpaceId, words: Words) -> None:
-        """A request wants these: those that are read for others are read for it."""
-        line = self.cache.index.find(space, words)
-        mine = np.unique(line[line >= 0])
-        mine = mine[self.reading[mine] == PEERS]
-        if len(mine):
-            self.reading[mine] = REQUESTS
-            self._lifted -= len(mine)
-            self.has_promoted = True
-
-    def _unmark(self, part: ReadPart) -> None:
-        mine = part.landing.entries[part.rows]
-        self._lifted -= int(np.count_nonzero(self.reading[mine] == PEERS))
-        self.reading[mine] = NOBODY
-
-    def _find(self, space: SpaceId, words: Words) -> tuple[Int64s, Entries]:
+    def find(self, space: SpaceId, words: Words) -> tuple[Int64s, Entries]:
         """For leading blocks: which disk has it and its row there; -1: the pool has, or gets it."""
         cache = self.cache
         line = cache.index.find(space, words)

@@ -18,13 +18,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.below import NOBODY, Below
+from trikv.core.below import SSD, Below
 from trikv.core.blocks import SEALED
 from trikv.core.cache import Cache
 from trikv.core.lending import Lending, Loan
 from trikv.core.parts import ReadPart
+from trikv.core.reading import PEERS
 from trikv.core.shared import Shared
-from trikv.core.words import Entries, PeerId, TransferId, Words
+from trikv.core.words import Entries, PeerId, SpaceId, TransferId, Words
 
 LIFTS_MAX: Final = 256
 """Loans that wait for reads at once; a further one gets what is in the pool."""
@@ -95,8 +96,7 @@ class Lifting:
         if len(words) == 0 or self.count >= LIFTS_MAX:
             return None
         limit = max(0, self.bytes_max - self.bytes) // each
-        waits, parts, refused = self._below.lift(space, words, limit)
-        self.refused_blocks_total += refused
+        waits, parts = self._read(space, words, limit)
         if len(waits) == 0:
             return None
         lift = Lift(waits, self._cache.blocks.generation[waits], parts, each)
@@ -128,8 +128,40 @@ class Lifting:
 
     def _left(self, lift: Lift) -> NDArray[np.bool_]:
         same = self._cache.blocks.generation[lift.waits] == lift.generations
-        left: NDArray[np.bool_] = same & (self._below.reading[lift.waits] != NOBODY)
+        left: NDArray[np.bool_] = same & self._below.reading.is_any(lift.waits)
         return left
+
+    def _read(
+        self, space: SpaceId, words: Words, limit: int
+    ) -> tuple[Entries, tuple[ReadPart, ...]]:
+        """Prepare to bring up what stands before the first block that nobody has or gets.
+
+        Args:
+            space: theirs.
+            words: in prefix order; not from a request's first block on.
+            limit: how many may be read.
+
+        Returns:
+            (waits, parts): rows of the pool that are being read now, by whomever, and the reads
+            that were prepared here.
+        """
+        below, cache = self._below, self._cache
+        disks, rows = below.find(space, words)
+        on_disk = np.flatnonzero(disks >= 0)
+        end = on_disk.item(limit) if len(on_disk) > limit else len(disks)
+        disks, rows, words = disks[:end], rows[:end], words[:end]
+        parts: list[ReadPart] = []
+        if bool((disks >= 0).any()):
+            landing = cache.prepare_fetch(space, words, disks >= 0, source=SSD, is_spare=True)
+            at = landing.positions
+            parts = below.prepare(landing, disks[at], rows[at], PEERS)
+        for part in parts:
+            depths = below.lowers[part.disk].blocks.depth[part.entries]
+            cache.blocks.depth[part.pool_entries] = depths
+        self.refused_blocks_total += len(on_disk) - sum(len(part.rows) for part in parts)
+        line = cache.index.find(space, words)
+        line = line[line >= 0]
+        return line[below.reading.is_any(line)], tuple(parts)
 
     def _ended(self, part: ReadPart, arrived: NDArray[np.bool_]) -> None:
         """A part of a read has ended, for whomever it was."""

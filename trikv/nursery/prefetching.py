@@ -88,8 +88,8 @@ class Prefetching:
 
     def begin(self, instance: InstanceName | None, request: RequestId) -> None:
         """Queue the reads that a query has prepared, or wants too."""
-        if self._below.has_promoted:
-            self._below.has_promoted = False
+        if self._below.reading.has_promoted:
+            self._below.reading.has_promoted = False
             for queue in self._queues:
                 self._promote(queue, instance, request)
         while self._below.begun:
@@ -131,7 +131,7 @@ class Prefetching:
         """A request here wants what was to be read for other nodes."""
         others: deque[Job] = deque()
         for job in queue.lifts:
-            if self._below.is_promoted(job.part):
+            if self._below.reading.is_wanted(job.part.pool_entries):
                 queue.wanted.append(Job(job.part, instance, request))
                 queue.bytes += job.part.bytes
             else:

@@ -122,7 +122,7 @@ class Tiers:
 
     def queried(self, instance: InstanceName | None, request: RequestId) -> None:
         """A query was answered: begin to read what it has asked for."""
-        if self.below.begun or self.below.has_promoted:
+        if self.below.begun or self.below.reading.has_promoted:
             self.prefetching.begin(instance, request)
         if self.below.spills.hot_count:
             self.spilling.ring()
