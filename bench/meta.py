@@ -5,7 +5,8 @@
 Two parts. `core`: the index alone, in a process of its own: all entries, node 0 with a million of
 them (or a quarter), the rest shared by the others; prefixes of 4,096 hashes, each asked for once
 after the index has been filled, so that nothing is warm. `copies`: each block of a prefix has four
-owners. `pieces`: every 64 blocks are of another node. `service`: a real `trikv-meta` with the same
+owners. `disks`: likewise, and only the last of them has it in memory. `pieces`: every 64 blocks are
+of another node. `service`: a real `trikv-meta` with the same
 content over TCP on loopback, asked through the client of a daemon. Both sides share this machine's
 processors. Needs about 100 bytes an entry in each part, one part at a time.
 """
@@ -155,9 +156,12 @@ def fill(state: Nodes, nodes: list[Node], content: Content, layout: str) -> Cloc
                 node = nodes[(owner + at // PIECE) % len(nodes)]
                 state.advertise(node, ORIGIN, words[at : at + PIECE])
             continue
-        for copy in range(COPIES if layout == "copies" else 1):
+        copies = COPIES if layout in {"copies", "disks"} else 1
+        for copy in range(copies):
             node = nodes[owner if copy == 0 else 1 + (owner + copy) % (len(nodes) - 1)]
-            clock.call(functools.partial(state.advertise, node, ORIGIN, words))
+            is_below = layout == "disks" and copy < copies - 1
+            told = functools.partial(state.advertise, node, ORIGIN, words, is_below=is_below)
+            clock.call(told)
     return clock
 
 
@@ -353,7 +357,7 @@ def main() -> None:
     given = parser.parse_args()
     show = functools.partial(print_json, "meta") if given.json else print_table
     context = multiprocessing.get_context("spawn")
-    for layout in ("one owner", "copies", "pieces"):
+    for layout in ("one owner", "copies", "disks", "pieces"):
         with context.Pool(1) as pool:
             arguments = (layout, given.entries, given.nodes, given.calls)
             show(pool.apply(measure_core, arguments))

@@ -503,6 +503,7 @@ struct Advert {
   isHeld @1 :Bool;                  # false: no longer held
   hashBytes @2 :UInt8;
   hashes @3 :Data;
+  isBelow @4 :Bool;                 # held on a disk only: named where nobody has the block in memory
 }
 
 struct AnnounceReply {
@@ -673,6 +674,8 @@ struct ClusterStatus {
   isOpen @6 :Bool;                  # no secret is asked for
   railCount @7 :UInt32;
   unfencedBytes @8 :UInt64;         # of the pool, that a NIC may write at any time: never used again
+  liftedBytes @9 :UInt64;           # of the pool: read from SSDs for others, or being read, and not over
+  liftedLentBytes @10 :UInt64;      # lent to others after they were read from SSDs for them, since the start
 }
 
 struct MetaLineStatus {

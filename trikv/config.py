@@ -47,6 +47,7 @@ class Settings:
     nics: tuple[str, ...]
     peer_data_port: int
     verify_peer: str
+    peer_ssd_fraction: float
     cluster_secret_file: str | None
     insecure: bool
     record_trace: str | None
@@ -196,6 +197,13 @@ OPTIONS: Final = (
         "off",
         "sums of blocks that came by RDMA: off, sample (one fetch of 16) or always; over TCP they "
         "are always compared",
+    ),
+    Option(
+        "peer-ssd-fraction",
+        number(float, 0, 0.25),
+        0.05,
+        "part of the pool for blocks that are read from SSDs for other hosts; 0: what is on SSDs "
+        "is for this host only",
     ),
     Option(
         "cluster-secret-file",

@@ -28,17 +28,19 @@ class AdvertsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.adverts = Adverts(keys_max=KEYS_MAX)
-        self.holds: set[tuple[bytes, int]] = set()
-        self.meta: set[tuple[bytes, int]] = set()
+        self.holds: dict[tuple[bytes, int], bool] = {}  # is it below?
+        self.meta: dict[tuple[bytes, int], bool] = {}
         self.digest = 0
         self.is_announced = False
 
-    @rule(origin=st.sampled_from([A, B]), numbers=KEYS, is_held=st.booleans())
-    def change(self, origin: bytes, numbers: list[int], *, is_held: bool) -> None:
-        keys = {(origin, number) for number in numbers}
-        self.holds = self.holds | keys if is_held else self.holds - keys
+    @rule(
+        origin=st.sampled_from([A, B]), numbers=KEYS, is_held=st.booleans(), is_below=st.booleans()
+    )
+    def change(self, origin: bytes, numbers: list[int], *, is_held: bool, is_below: bool) -> None:
+        part = Part(origin, words(*numbers), is_held, is_held and is_below)
+        self.holds = apply(self.holds, part)
         fits = len(self.adverts) + len(numbers) <= KEYS_MAX
-        self.adverts.offer(Part(origin, words(*numbers), is_held))
+        self.adverts.offer(part)
         assert self.adverts.is_lost or fits
         assert len(self.adverts) <= KEYS_MAX
 
@@ -48,7 +50,7 @@ class AdvertsMachine(RuleBasedStateMachine):
         self.adverts.begin()
         assert len(self.adverts) == 0
         assert not self.adverts.is_lost
-        self.meta, self.digest, self.is_announced = set(self.holds), 0, True
+        self.meta, self.digest, self.is_announced = dict(self.holds), 0, True
         self.adverts.finish()
 
     @precondition(lambda self: not self.adverts.is_lost)
@@ -80,11 +82,16 @@ class AdvertsMachine(RuleBasedStateMachine):
     def apply(self, portion: list[Part]) -> None:
         told = 0
         for part in portion:
-            keys = {(part.origin, int(n)) for n in part.words[:, 3]}
-            assert len(keys) == len(part.words)
-            self.meta = self.meta | keys if part.is_held else self.meta - keys
+            assert len({int(n) for n in part.words[:, 3]}) == len(part.words)
+            self.meta = apply(self.meta, part)
             told += part.digest
         self.digest = (self.digest + told) & DIGEST_MASK
+
+
+def apply(held: dict[tuple[bytes, int], bool], part: Part) -> dict[tuple[bytes, int], bool]:
+    keys = [(part.origin, int(n)) for n in part.words[:, 3]]
+    left = {key: is_below for key, is_below in held.items() if key not in keys}
+    return left | dict.fromkeys(keys, part.is_below) if part.is_held else left
 
 
 TestAdverts = AdvertsMachine.TestCase
@@ -113,12 +120,13 @@ def test_portions_are_bounded_in_keys_and_parts(monkeypatch: pytest.MonkeyPatch)
     adverts = Adverts()
     adverts.begin()
     adverts.finish()
-    adverts.offer(Part(A, words(*range(6)), is_held=True))
+    adverts.offer(Part(A, words(*range(6)), is_held=True, is_below=True))
     for origin in (A, B, A):
         adverts.offer(Part(origin, words(9), is_held=False))
     assert len(adverts) == 9
     seen = []
     while portion := adverts.take():
+        assert all(part.is_below == part.is_held for part in portion)
         seen.append((len(portion), sum(len(part.words) for part in portion)))
         adverts.taken()
     assert seen == [(1, 4), (2, 3), (2, 2)]

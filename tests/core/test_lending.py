@@ -3,10 +3,12 @@
 import pytest
 from cache_world import ONE, PAGE, POOL, ask, key, new_cache, save, words
 
+from trikv.core.below import Below
 from trikv.core.cache import Cache
 from trikv.core.errors import OverloadedError
 from trikv.core.lending import Lending, Loan
 from trikv.core.shared import Shared
+from trikv.core.spills import Budget, Spills
 from trikv.core.words import PeerId, SpaceId
 
 ORIGIN = b"o" * 20
@@ -15,7 +17,8 @@ PEER, OTHER = PeerId(1), PeerId(2)
 
 def world() -> tuple[Cache, Shared, Lending]:
     cache = new_cache()
-    shared = Shared(cache)
+    below = Below(cache, [], Spills(Budget(None)), has_disks=False)
+    shared = Shared(cache, below)
     shared.open_space(ONE, ORIGIN + bytes(12))
     return cache, shared, Lending(cache, shared)
 

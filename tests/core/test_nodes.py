@@ -31,6 +31,7 @@ class Member:
     deadline_s: int
     new: set[tuple[bytes, Pair]] = field(default_factory=set)
     old: set[tuple[bytes, Pair]] = field(default_factory=set)
+    below: set[tuple[bytes, Pair]] = field(default_factory=set)  # those of them on a disk only
     in_round: bool = False
     complete: bool = False
     digest: int = 0
@@ -141,17 +142,24 @@ class NodesMachine(RuleBasedStateMachine):
         one = self.pick(data)
         self.nodes.finish(one.node)
         one.old, one.in_round, one.complete, one.digest = set(), False, True, 0
+        one.below &= one.new
 
     @precondition(lambda self: self.model)
-    @rule(data=st.data(), origin=ORIGINS, keys=SOME)
-    def advertise(self, data: st.DataObject, origin: bytes, keys: list[Pair]) -> None:
+    @rule(data=st.data(), origin=ORIGINS, keys=SOME, is_below=st.booleans())
+    def advertise(
+        self, data: st.DataObject, origin: bytes, keys: list[Pair], *, is_below: bool
+    ) -> None:
         one = self.pick(data)
-        taken = self.nodes.advertise(one.node, origin, words(*keys))
+        was_below = one.below
+        taken = self.nodes.advertise(one.node, origin, words(*keys), is_below=is_below)
         one.digest = (one.digest + digest_of(origin, words(*keys))) & DIGEST_MASK
         new = crowded = 0
         for key in dict.fromkeys((origin, key) for key in keys):
             others = sum((key in m.new) + (key in m.old) for m in self.model.values())
+            if key in one.held or others < self.OWNERS_MAX:
+                one.below = one.below | {key} if is_below else one.below - {key}
             if key in one.new:
+                new += is_below != (key in was_below)  # it has another tag
                 continue
             if key in one.old:
                 one.old.discard(key)
@@ -171,6 +179,7 @@ class NodesMachine(RuleBasedStateMachine):
         one.digest = (one.digest - digest_of(origin, words(*keys))) & DIGEST_MASK
         one.new -= gone
         one.old -= gone
+        one.below -= gone
 
     # -- forgetting
 
@@ -186,11 +195,10 @@ class NodesMachine(RuleBasedStateMachine):
         assert len(self.owners) == len(held)
         assert self.owners.origin_count == len({origin for origin, _ in held})
         tags = set(np.unique(self.owners._owners).tolist()) - {0}
-        live = {one.node.tag for one in self.model.values()}
-        live |= {one.node.previous for one in self.model.values()}
+        live = {tag for one in self.model.values() for tag in one.node.all_tags}
         assert tags <= live
         assert len(set(self.owners._free_tags)) == len(self.owners._free_tags)
-        assert self.owners.tag_count == len(live - {None})
+        assert self.owners.tag_count == len(live)
 
     # -- answers
 
@@ -208,6 +216,10 @@ class NodesMachine(RuleBasedStateMachine):
             assert segment.first == at
             for block in range(segment.first, segment.first + segment.count):
                 assert segment.node in owners[block]
+                named = next(m for m in others if m.node.number == segment.node)
+                if (origin, keys[block]) in named.below:  # then nobody else has it in memory
+                    holders = [m for m in others if (origin, keys[block]) in m.held]
+                    assert all((origin, keys[block]) in m.below for m in holders)
             at += segment.count
         assert {number: node.number for number, node in plan.nodes.items()} == {
             segment.node: segment.node for segment in plan.segments
@@ -353,3 +365,25 @@ def test_only_so_many_announce_everything_at_once(monkeypatch: pytest.MonkeyPatc
         nodes.begin(three, now_s=nodes_module.ROUND_S)
     nodes.forget(two)
     nodes.begin(three, now_s=nodes_module.ROUND_S)
+
+
+def test_who_has_a_block_on_a_disk_only_is_named_where_nobody_has_it_in_memory() -> None:
+    nodes, (one, two, three) = three_nodes()
+    keys = many(4)
+    nodes.advertise(one, A, keys, is_below=True)
+    nodes.advertise(two, A, keys[1:3])
+    plan = nodes.locate(three, A, keys, now_s=0)
+    assert [(nodes.by_number[s.node].address, s.count) for s in plan.segments] == [
+        (one.address, 1),
+        (two.address, 2),
+        (one.address, 1),
+    ]
+    nodes.advertise(one, A, keys)  # read up
+    assert nodes.locate(three, A, keys, now_s=0).segments[0].count == 4
+    nodes.withdraw(two, A, keys)
+    nodes.advertise(one, A, keys, is_below=True)  # and evicted again
+    assert nodes.locate(three, A, keys, now_s=0).block_count == 4
+    assert nodes.locate(one, A, keys, now_s=0).block_count == 0
+    assert nodes.held(one) == 4
+    assert nodes.withdraw(one, A, keys) == 4
+    assert nodes.locate(three, A, keys, now_s=0).block_count == 0

@@ -140,3 +140,17 @@ def test_digests_tell_keys_origins_and_words_apart_and_not_order() -> None:
     swapped = keys.copy()
     swapped[0, [0, 1]] = swapped[0, [1, 0]]
     assert digest_of(A, swapped) != digest_of(A, keys)
+
+
+def test_nobody_is_left_half_opened_when_tags_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owners_module, "TAGS_MAX", 5)
+    owners = Owners(9, seed=0)
+    nodes = Nodes(owners, SILENCE_S, GRACE_S)
+    for name in ("one:1", "two:1"):
+        nodes.join(name, 1, [], now_s=0)
+    with pytest.raises(OverloadedError):
+        nodes.join("three:1", 1, [], now_s=0)
+    assert len(nodes.by_address) == 2
+    while owners.sweep():
+        pass
+    assert owners.tag_count == 4

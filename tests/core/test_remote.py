@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 from cache_world import ONE, PAGE, POOL, ask, key, new_cache, save, words
 
+from trikv.core.adverts import Part
 from trikv.core.below import Below
 from trikv.core.remote import AGAIN_S, PART_BLOCKS_MAX, WAITING_MAX, FetchPart, Remote, Source
 from trikv.core.shared import Shared
@@ -20,16 +21,21 @@ class World:
 
     def __init__(self, **options: int) -> None:
         self.cache = new_cache(**options)
-        self.shared = Shared(self.cache)
-        below = Below(self.cache, [], Spills(Budget(None), write_through=False), has_disks=False)
-        self.remote = Remote(self.cache, below, self.shared)
+        self.below = Below(
+            self.cache, [], Spills(Budget(None), write_through=False), has_disks=False
+        )
+        self.shared = Shared(self.cache, self.below)
+        self.remote = Remote(self.cache, self.below, self.shared)
         self.remote.has_others = lambda: True
         self.held: set[tuple[bytes, int]] = set()
         self.anew = 0
-        self.shared.advertise = lambda origin, told: self.held.update(names(origin, told))
-        self.shared.withdraw = lambda origin, told: self.held.difference_update(names(origin, told))
+        self.shared.tell = self.note
         self.shared.announce_anew = self.note_anew
         self.shared.open_space(ONE, ORIGIN)
+
+    def note(self, part: Part) -> None:
+        told = names(part.origin, part.words)
+        self.held = self.held | told if part.is_held else self.held - told
 
     def note_anew(self) -> None:
         self.anew += 1
@@ -198,12 +204,10 @@ def test_a_reset_ends_sharing_and_withdraws() -> None:
 def test_blocks_that_are_found_in_an_old_pool_are_announced_anew() -> None:
     world = World()
     save(world.cache, key("q"), [1])
-    again = Shared(world.cache)
+    again = Shared(world.cache, world.below)
     told: list[int] = []
     again.announce_anew = lambda: told.append(1)
     again.open_space(ONE, ORIGIN)
     again.open_space(ONE, ORIGIN)
     assert told == [1]
-    assert {name for origin, part in again.snapshot() for name in names(origin, part)} == {
-        (ORIGIN, 1)
-    }
+    assert [names(part.origin, part.words) for part in again.snapshot()] == [{(ORIGIN, 1)}]

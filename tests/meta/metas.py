@@ -19,6 +19,7 @@ import trio
 
 from tests.conftest import Start
 from trikv import address as addresses
+from trikv.core.adverts import Part
 from trikv.core.proofs import Secret
 from trikv.core.words import Words
 from trikv.meta.client import Identity, MetaClient
@@ -149,20 +150,20 @@ class LightNode:
             lambda: self.lent,
         )
 
-    def snapshot(self) -> Iterable[tuple[bytes, Words]]:
+    def snapshot(self) -> Iterable[Part]:
         for origin, parts in self.held.items():
             for part in parts:
-                yield origin, part
+                yield Part(origin, part, is_held=True)
 
     def save(self, origin: bytes, words: Words) -> None:
         self.held.setdefault(origin, []).append(words)
-        self.client.advertise(origin, words)
+        self.client.tell(Part(origin, words, is_held=True))
 
     def evict(self, origin: bytes, words: Words) -> None:
         gone = {row.tobytes() for row in words}
         left = [row for part in self.held[origin] for row in part if row.tobytes() not in gone]
         self.held[origin] = [np.array(left, np.uint64).reshape(-1, 4)]
-        self.client.withdraw(origin, words)
+        self.client.tell(Part(origin, words, is_held=False))
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         with self.scope:

@@ -283,7 +283,7 @@ async def test_a_node_that_tells_more_than_its_queue_holds_tells_everything_anew
         await until(lambda: one.is_announced)
         one.held[A] = [words]
         for _ in range(KEYS_MAX // len(words) + 1):  # no checkpoint in between
-            one.client.advertise(A, words)
+            one.client.tell(Part(A, words, is_held=True))
         assert one.client.lines[0].adverts.is_lost
         await finds(two, A, words[-10:], [ONE] * 10)
         await until(lambda: one.client.lines[0].announced_total == 2)

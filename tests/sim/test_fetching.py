@@ -64,6 +64,14 @@ def save(host: Host, request: str, nodes: list[int]) -> None:
     host.cache.release(ME, RequestId(request))
 
 
+def drop(host: Host, nodes: list[int]) -> None:
+    """The pool has nobody's blocks any more."""
+    host.cache.release_instance(ME)
+    entries = host.cache.index.find(ONE, words(nodes))
+    host.cache.room.orders[host.cache.spaces[ONE].shape].forget(entries)
+    host.cache.room._evict(entries)
+
+
 def ask(host: Host, request: str, nodes: list[int]) -> int:
     return host.query(Key(ME, RequestId(request), ONE), words(nodes))
 
@@ -103,6 +111,22 @@ def test_a_wait_ends_with_its_time_and_what_has_come_is_promised(
         ask(host, "a", WHOLE)
         assert 2.0 <= await wait(host, WHOLE, 2.5) <= 2.5
         assert ask(host, "a", WHOLE) == 2
+
+    live(body)
+
+
+def test_several_reads_of_a_disk_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetching, "READ_BYTES_MAX", PAGE)
+
+    async def body(host: Host) -> None:
+        for _ in range(2):  # also after all had nothing to do
+            await trio.sleep(1.0)
+            ask(host, "a", WHOLE)
+            await trio.sleep(0.5)
+            (queue,) = host.prefetching._queues
+            assert len(queue.wanted) == len(WHOLE) - prefetching.READERS
+            await trio.sleep(10.0)
+            drop(host, WHOLE)
 
     live(body)
 

@@ -38,6 +38,10 @@ def new_cache() -> Cache:
     return cache
 
 
+def new_below(cache: Cache) -> Below:
+    return Below(cache, [], Spills(Budget(None), write_through=False), has_disks=False)
+
+
 def words(count: int = COUNT) -> Words:
     return np.array([(at + 1, 0, 0, 7) for at in range(count)], np.uint64)
 
@@ -149,7 +153,7 @@ class ReaderSide:
 async def owning(rails: Any = None) -> AsyncIterator[OwnerSide]:
     """An owner of four blocks; `rails` makes open NICs of its pool."""
     cache, memory = new_cache(), Memory(np.zeros(POOL, np.uint8))
-    shared = Shared(cache)
+    shared = Shared(cache, new_below(cache))
     shared.open_space(SPACE, ORIGIN)
     plan = cache.prepare_save(key(), words(), rank=0, first=0, now_s=0.0)
     for offset in plan.offsets:
@@ -185,9 +189,9 @@ async def reading(
     monkeypatch.setattr(neighbours, "dial_peer", dial)
     monkeypatch.setattr(neighbours, "on_asyncio", at_once)
     cache, memory = new_cache(), Memory(np.full(POOL, MARK, np.uint8))
-    shared = Shared(cache)
+    below = new_below(cache)
+    shared = Shared(cache, below)
     shared.open_space(SPACE, ORIGIN)
-    below = Below(cache, [], Spills(Budget(None), write_through=False), has_disks=False)
     remote = Remote(cache, below, shared)
     remote.has_others = lambda: True
     nics = await rails(memory) if rails else None

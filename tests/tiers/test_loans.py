@@ -1,9 +1,11 @@
 """One node fetches from another one's pool: what is believed, and what is left behind."""
 
+import contextlib
 import math
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 
@@ -20,6 +22,10 @@ from tests.tiers.loans import (
     words,
 )
 from tests.tiers.peers import MARK
+from trikv.core.errors import ForbiddenError
+from trikv.core.lending import Loan
+from trikv.core.lifting import Lift
+from trikv.core.words import PeerId, Words
 from trikv.nursery import neighbours
 from trikv.nursery.neighbours import Neighbour
 from trikv.nursery.peerlink import PeerBusyError, PeerRefusedError
@@ -182,3 +188,76 @@ async def test_an_expired_grant_is_unpinned_after_its_streams_have_ended(
     assert order == [("cut", COUNT)]
     told, _ = await owner.release(owner_side.peer, lent[0].grant.id, wants_sums=True)
     assert not told
+
+
+class Disks:
+    """What reads for loans, as its owner sees it."""
+
+    def __init__(self) -> None:
+        self.began = trio.Event()
+        self.may_end = trio.Event()
+        self.lifts: list[Lift] = []
+        self.told: list[tuple[str, Lift]] = []
+
+    async def lift(self, _peer: PeerId, _origin: bytes, wanted: Words, _ttl_s: float) -> Lift:
+        self.began.set()
+        await self.may_end.wait()
+        rows = np.arange(len(wanted), dtype=np.int32)
+        self.lifts.append(Lift(rows, rows.astype(np.uint32), (), PAGE))
+        return self.lifts[-1]
+
+    def lent(self, lift: Lift, loan: Loan) -> None:
+        self.told.append((f"lent {len(loan.positions)}", lift))
+
+    def end(self, lift: Lift) -> None:
+        self.told.append(("ended", lift))
+
+
+async def test_what_was_read_for_a_loan_is_held_until_it_is_released(
+    owner_side: OwnerSide, reader_side: ReaderSide
+) -> None:
+    disks = owner_side.owner.lifter = Disks()
+    disks.may_end.set()
+    result = await reader_side.bring(reader_side.wanted())
+    assert result.arrived.all()
+    (lift,) = disks.lifts
+    assert disks.told == [(f"lent {COUNT}", lift), ("ended", lift)]
+    await gone(owner_side)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_what_was_read_for_a_loan_that_ends_otherwise_is_let_go_of(
+    owner_side: OwnerSide, *, is_lost: bool
+) -> None:
+    disks = owner_side.owner.lifter = Disks()
+    disks.may_end.set()
+    ttl_s = 30.0 if is_lost else 0.1
+    await owner_side.owner.lend(owner_side.peer, ORIGIN, words(), ttl_s=ttl_s, wants_sums=False)
+    if is_lost:
+        owner_side.owner.leave(owner_side.peer)
+    await gone(owner_side)
+    assert [what for what, _ in disks.told] == [f"lent {COUNT}", "ended"]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_peer_that_leaves_or_finds_nothing_after_the_disks_holds_nothing(
+    owner_side: OwnerSide, *, leaves: bool
+) -> None:
+    owner, disks = owner_side.owner, Disks()
+    owner.lifter = disks
+    origin = ORIGIN if leaves else b"x" * 20
+    ends = pytest.raises(ForbiddenError) if leaves else contextlib.nullcontext()
+
+    async def lend() -> None:
+        with ends:
+            call = owner.lend(owner_side.peer, origin, words(), ttl_s=9.0, wants_sums=False)
+            assert await call is None
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lend)
+        await disks.began.wait()
+        if leaves:
+            owner.leave(owner_side.peer)
+        disks.may_end.set()
+    assert [what for what, _ in disks.told] == ["ended"]
+    assert owner_side.pins == owner.lending.grants.count == 0

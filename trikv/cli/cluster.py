@@ -24,6 +24,8 @@ def render_cluster(cluster: Facts) -> list[str]:
         f"node      {cluster['address']}, {ways}{door}, {cluster['fetchCount']} fetches, "
         f"{cluster['grantCount']} grants on {size(cluster['grantedBytes'])}{lost}"
     ]
+    if cluster.get("liftedLentBytes"):  # of daemons before it was added there is none
+        lines.append(f"          {size(cluster['liftedLentBytes'])} lent from SSDs")
     for row in cluster.get("metas", []):
         waiting = f", {row['waitingBlocks']} blocks to tell" if row["waitingBlocks"] else ""
         known = f", {row['nodeCount']} nodes" if row["nodeCount"] else ""

@@ -9,7 +9,7 @@ A portion whose answer was lost was either taken or not: the next digest says wh
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -29,15 +29,25 @@ DIGEST_MASK: Final = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Blocks of one origin that are held now, or no longer."""
+    """Blocks of one origin that are held now, or no longer.
+
+    Attributes:
+        is_below: held, but on a disk only: to be asked for where nobody has them in memory.
+    """
 
     origin: bytes
     words: Words
     is_held: bool
+    is_below: bool = False
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """What it says of its blocks."""
+        return self.is_held, self.is_below
 
     @property
     def digest(self) -> int:
-        """What it adds to the sum."""
+        """What it adds to the sum, in memory or below."""
         made = digest_of(self.origin, self.words)
         return made if self.is_held else -made
 
@@ -120,9 +130,8 @@ class Adverts:
         while self._waiting and room and len(parts) < PORTION_PARTS_MAX // 2:
             part = self._waiting.popleft()
             if len(part.words) > room:
-                rest = Part(part.origin, part.words[room:], part.is_held)
-                self._waiting.appendleft(rest)
-                part = Part(part.origin, part.words[:room], part.is_held)
+                self._waiting.appendleft(replace(part, words=part.words[room:]))
+                part = replace(part, words=part.words[:room])
             room -= len(part.words)
             self._key_count -= len(part.words)
             parts.append(part)
@@ -130,18 +139,19 @@ class Adverts:
 
 
 def net(parts: list[Part]) -> list[Part]:
-    """Of each block only the last change; at most two parts an origin, in no promised order."""
+    """Of each block only the last change; a part an origin and kind, in no promised order."""
     made: list[Part] = []
     for origin in dict.fromkeys(part.origin for part in parts):
         ours = [part for part in parts if part.origin == origin]
         words = np.concatenate([part.words for part in ours])
-        held = np.concatenate([np.full(len(part.words), part.is_held) for part in ours])
+        kinds = list(dict.fromkeys(part.kind for part in ours))
+        of = np.concatenate([np.full(len(part.words), kinds.index(part.kind)) for part in ours])
         if len(np.unique(words[:, 0])) < len(words):  # else nothing stands twice
             _, last = np.unique(words[::-1], axis=0, return_index=True)
             last = np.sort(len(words) - 1 - last)
-            words, held = words[last], held[last]
-        for is_held in (True, False):
-            chosen = words[held == is_held]
+            words, of = words[last], of[last]
+        for number, kind in enumerate(kinds):
+            chosen = words[of == number]
             if len(chosen):
-                made.append(Part(origin, chosen, is_held))
+                made.append(Part(origin, chosen, *kind))
     return made

@@ -6,7 +6,7 @@ gets it. This file does not know files, tasks or clocks.
 """
 
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Final
 
 import numpy as np
@@ -16,8 +16,10 @@ from trikv.core.blocks import SEALED
 from trikv.core.cache import Cache
 from trikv.core.ceiling import TIERS
 from trikv.core.chains import Chain
+from trikv.core.landing import Landing
 from trikv.core.lower import Lower
 from trikv.core.parts import Coming, ReadPart, SpillPart
+from trikv.core.reading import REQUESTS, Reading
 from trikv.core.spills import Spills
 from trikv.core.words import Entries, SpaceId, Words
 
@@ -34,6 +36,9 @@ class Below:
 
     Attributes:
         begun: reads that were prepared and that nobody has begun; whoever reads takes them.
+        reading: for whom the pool's rows are being read.
+        ended: told of each part of a read that has ended, and which of its blocks have arrived.
+        lost: called when a disk is not used any more.
         voids: origins whose older records are to be voided on each disk, before anybody is told.
         quarantined_bytes: of the pool, that a hung disk may still touch: never used again.
     """
@@ -47,6 +52,9 @@ class Below:
         self.begun: deque[ReadPart] = deque()
         self.voids: deque[bytes] = deque()
         self.quarantined_bytes = 0
+        self.reading = Reading(cache.blocks.capacity)
+        self.ended: Callable[[ReadPart, Bools], object] = lambda _part, _arrived: None
+        self.lost: Callable[[], object] = lambda: None
         self._origins: dict[SpaceId, tuple[bytes, tuple[SpaceId | None, ...]]] = {}
         if has_disks:
             cache.attach_spills(spills)
@@ -80,6 +88,10 @@ class Below:
         """Forget some of what was retired, on one disk; False: there was nothing to do."""
         return any(lower.drop_retired() for lower in self.lowers)
 
+    def numbers(self, space: SpaceId) -> tuple[SpaceId | None, ...]:
+        """What a space's origin is called on each disk; None: it has no place there."""
+        return self._origins[space][1]
+
     def origin(self, space: SpaceId) -> bytes:
         """What a space's blocks are called on the disks."""
         return self._origins[space][0]
@@ -99,7 +111,7 @@ class Below:
 
     def coming(self, space: SpaceId, words: Words, first: int, limit: int) -> int:
         """How many blocks from `first` on are at hand, on their way, or on a disk; no gap."""
-        return len(self._find(space, words[first : first + limit])[0])
+        return len(self.find(space, words[first : first + limit])[0])
 
     def fetch(self, space: SpaceId, words: Words, first: int, limit: int) -> Coming:
         """Begin to bring up what lies behind the blocks at hand.
@@ -112,7 +124,10 @@ class Below:
 
         At the bound: what finds no room in the pool is not fetched; the answer is shorter.
         """
-        disks, rows = self._find(space, words[first : first + limit])
+        if self.reading.peer_rows:
+            line = self.cache.index.find(space, words[first : first + limit])
+            self.reading.promote(line[line >= 0])
+        disks, rows = self.find(space, words[first : first + limit])
         if len(disks) == 0:
             return Coming(0)
         end = first + len(disks)
@@ -121,15 +136,10 @@ class Below:
         if not bool(wanted.any()):
             return Coming(len(disks))
         landing = self.cache.prepare_fetch(space, words[:end], wanted, source=SSD)
-        parts = []
         at = landing.positions - first
-        for disk in np.unique(disks[at]).tolist():
-            mine = np.flatnonzero(disks[at] == disk)
-            entries = rows[at[mine]]
-            regions, slots = self.lowers[disk].prepare_read(entries)
-            sums = self.lowers[disk].sums[entries]
-            parts.append(ReadPart(disk, landing, mine, entries, regions, slots, sums))
-            self._touch(disk, space, words[:end])
+        parts = self.prepare(landing, disks[at], rows[at], REQUESTS)
+        for part in parts:
+            self._touch(part.disk, space, words[:end])
         self.begun += parts
         count = len(disks)
         if len(landing.positions) < int(np.count_nonzero(wanted)):
@@ -139,24 +149,44 @@ class Below:
 
     def end_read(self, part: ReadPart, arrived: Bools) -> None:
         """The disk has filled these pages, or will not."""
+        self.reading.end(part.pool_entries)
         self.lowers[part.disk].complete_read(part.entries, arrived)
         self.cache.complete_fetch(part.landing, part.rows, arrived)
         landed = part.landing.entries[part.rows[arrived]]
         self.cache.blocks.below[landed[self.cache.blocks.state[landed] == SEALED]] = True
+        self.ended(part, arrived)
 
     def quarantine_read(self, part: ReadPart, arrived: Bools, held: Bools) -> None:
         """As `end_read` with a disk that hangs: what it `held` it may fill at any time."""
-        rest = np.flatnonzero(~held)
-        self.cache.abandon_fetch(part.landing, part.rows[held])
-        self.quarantined_bytes += int(held.sum()) * sum(part.landing.lengths)
-        self.end_read(part.take(rest), arrived[rest])
+        rest, lost = part.take(np.flatnonzero(~held)), part.take(np.flatnonzero(held))
+        self.reading.end(lost.pool_entries)
+        self.cache.abandon_fetch(lost.landing, lost.rows)
+        self.quarantined_bytes += lost.bytes
+        self.ended(lost, np.zeros(len(lost.rows), np.bool_))
+        self.end_read(rest, arrived[~held])
 
     def give_up(self, part: ReadPart) -> None:
         """A read that was not begun is not wanted any more: its blocks stay where they are."""
+        self.reading.end(part.pool_entries)
         self.lowers[part.disk].complete_read(part.entries, np.ones(len(part.rows), np.bool_))
         self.cache.complete_fetch(part.landing, part.rows, np.zeros(len(part.rows), np.bool_))
+        self.ended(part, np.zeros(len(part.rows), np.bool_))
 
-    def _find(self, space: SpaceId, words: Words) -> tuple[Int64s, Entries]:
+    def prepare(
+        self, landing: Landing, disks: Int64s, rows: Entries, reader: int
+    ) -> list[ReadPart]:
+        """Prepare the reads of a landing: of which disk each block is read, and its row there."""
+        parts = []
+        for disk in np.unique(disks).tolist():
+            mine = np.flatnonzero(disks == disk)
+            entries = rows[mine]
+            regions, slots = self.lowers[disk].prepare_read(entries)
+            sums = self.lowers[disk].sums[entries]
+            parts.append(ReadPart(disk, landing, mine, entries, regions, slots, sums))
+        self.reading.begin(landing.entries, reader)
+        return parts
+
+    def find(self, space: SpaceId, words: Words) -> tuple[Int64s, Entries]:
         """For leading blocks: which disk has it and its row there; -1: the pool has, or gets it."""
         cache = self.cache
         line = cache.index.find(space, words)

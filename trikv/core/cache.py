@@ -39,6 +39,9 @@ from trikv.core.words import (
     Words,
 )
 
+Bools = NDArray[np.bool_]
+Int64s = NDArray[np.int64]
+
 
 class Cache:
     """All blocks of one pool."""
@@ -287,9 +290,7 @@ class Cache:
             self._begin(), key, rank, mine, entries[mine], offsets, present, refused, chain
         )
 
-    def complete_save(
-        self, plan: SavePlan, copied: NDArray[np.bool_], *, copied_bytes: int
-    ) -> None:
+    def complete_save(self, plan: SavePlan, copied: Bools, *, copied_bytes: int) -> None:
         """The copy has ended: blocks whose pages are all there become visible, failed ones go.
 
         Args:
@@ -326,7 +327,7 @@ class Cache:
     # -- fetches from below
 
     def prepare_fetch(
-        self, space: SpaceId, words: Words, wanted: NDArray[np.bool_], *, source: int
+        self, space: SpaceId, words: Words, wanted: Bools, *, source: int, is_spare: bool = False
     ) -> Landing:
         """Claim pages for blocks that something below the pool will fill; see `Landings.reserve`.
 
@@ -343,13 +344,12 @@ class Cache:
             bytes_max=bytes_max,
             source=source,
         )
+        landing.is_spare = is_spare
         if landing.left == 0:
             self._end(landing.transfer)
         return landing
 
-    def complete_fetch(
-        self, landing: Landing, rows: NDArray[np.int64], arrived: NDArray[np.bool_]
-    ) -> None:
+    def complete_fetch(self, landing: Landing, rows: Int64s, arrived: Bools) -> None:
         """A part of a fetch has ended; see `Landings.end`."""
         if len(rows) == 0:
             return
@@ -358,7 +358,7 @@ class Cache:
         if landing.left == 0:
             self._end(landing.transfer)
 
-    def abandon_fetch(self, landing: Landing, rows: NDArray[np.int64]) -> None:
+    def abandon_fetch(self, landing: Landing, rows: Int64s) -> None:
         """These rows may be written to at any time: out of sight, and never used again."""
         self._drop(self.landings.abandon(landing, self.spaces[landing.space], rows))
         if landing.left == 0 and len(rows):

@@ -40,6 +40,7 @@ class Landing:
         offsets: int64[ranks, n], byte offsets in the pool.
         lengths: bytes of a page on each rank.
         source: where the bytes come from, an index into `TIERS`.
+        is_spare: nobody here has asked for them: they are not used, and the first to go.
         left: rows that have not ended.
     """
 
@@ -54,6 +55,7 @@ class Landing:
     left: int
     line: Entries  # all blocks of the request up to the last of these, root first
     generations: NDArray[np.uint32]  # of `line`
+    is_spare: bool = False
 
 
 class Landings:
@@ -167,7 +169,10 @@ class Landings:
         self._has_credit |= len(sealed) > 0
         self.blocks_total += len(sealed)
         self.failed_blocks_total += len(rows) - len(sealed)
-        self._touch(facts.shape, landing)
+        if landing.is_spare:
+            self._room.spare(facts.shape, sealed)
+        else:
+            self._touch(facts.shape, landing)
 
     def abandon(self, landing: Landing, facts: SpaceFacts, rows: NDArray[np.int64]) -> Entries:
         """Whoever fills these rows has no end: returns those that are to be dropped, claimed on."""

@@ -1,7 +1,8 @@
 """The metaserver's whole state: which nodes are alive, what they hold, where to fetch it.
 
 Decided here: epochs, when a node counts as dead, how it announces everything anew without its
-blocks being unknown meanwhile, and which of a block's owners is named. Answers are hints: a wrong
+blocks being unknown meanwhile, and which of a block's owners is named: those that have it on a disk
+only where nobody has it in memory. Answers are hints: a wrong
 one costs a miss. This file does not know connections, messages or secrets.
 
     join ──▶ partial ──begin, advertise…, finish──▶ complete ──silence, a newer epoch, leave──▶ gone
@@ -18,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from trikv.core.errors import ConflictError, NotReadyError, OverloadedError
-from trikv.core.owners import NO_NODE, Owners, Tag, Taken, digest_of
+from trikv.core.owners import NO_NODE, Owned, Owners, Tag, Taken, digest_of
 from trikv.core.routes import Segment, route
 from trikv.core.words import Words
 
@@ -34,6 +35,9 @@ FAR_COST: Final = 1e12
 """Of a node without a common rail: others are asked first, whatever their load."""
 DIGEST_MASK: Final = 2**64 - 1
 
+Tags = tuple[Tag, Tag]
+"""Of what a node has in memory, and of what it has on a disk only: `NODES_MAX` above its number."""
+
 
 @dataclass(slots=True, eq=False)
 class Node:
@@ -43,7 +47,8 @@ class Node:
         number: 1 to `NODES_MAX`; used again after the node is gone.
         session: of its latest join; calls of earlier ones are refused.
         rails: a bit for each network that it can be reached by.
-        tag, previous: its announcement, and the one that this takes the place of.
+        tags, previous: its announcement, and the one that this takes the place of; of what it has
+            in memory and of what it has on a disk only.
         digest: of what it has told since it last finished an announcement.
         is_complete: it has told all that it holds.
         declined: adverts since `begin` for which there was no room.
@@ -57,9 +62,9 @@ class Node:
     epoch: int
     session: int
     deadline_s: float
-    tag: Tag
+    tags: Tags
     rails: int = 0
-    previous: Tag | None = None
+    previous: Tags | None = None
     digest: int = 0
     is_complete: bool = False
     declined: int = 0
@@ -67,6 +72,11 @@ class Node:
     lent: int = 0
     planned: float = 0.0
     planned_s: float = 0.0
+
+    @property
+    def all_tags(self) -> tuple[Tag, ...]:
+        """Those that its blocks may have."""
+        return self.tags if self.previous is None else self.tags + self.previous
 
     @property
     def name_digest(self) -> int:
@@ -183,9 +193,9 @@ class Nodes:
         Cost: microseconds, whatever it holds.
         """
         del self.by_address[node.address], self.by_number[node.number]
-        self.owners.close(node.tag)
+        self._close(node.tags)
         if node.previous is not None:
-            self.owners.close(node.previous)
+            self._close(node.previous)
         self._rounds.pop(node.number, None)
         self._set_complete(node, is_complete=False)
 
@@ -202,29 +212,33 @@ class Nodes:
             del self._rounds[number]
         if len(self._rounds) >= ROUNDS_MAX and node.number not in self._rounds:
             raise OverloadedError(f"{ROUNDS_MAX} nodes are announcing everything: wait")
-        tag = self.owners.open(node.number)
+        tags = self._open(node.number)
         self._rounds[node.number] = now_s
         if node.previous is not None:  # it did not finish the last time
-            self.owners.close(node.tag)
+            self._close(node.tags)
         else:
-            node.previous = node.tag
-        node.tag = tag
+            node.previous = node.tags
+        node.tags = tags
         node.declined = node.crowded = 0
         self._set_complete(node, is_complete=False)
 
     def finish(self, node: Node) -> None:
         """All was announced: what was not said again since `begin` is not held any more."""
         if node.previous is not None:
-            self.owners.close(node.previous)
+            self._close(node.previous)
             node.previous = None
         node.digest = 0
         self._rounds.pop(node.number, None)
         self._set_complete(node, is_complete=True)
 
-    def advertise(self, node: Node, origin: bytes, words: Words) -> Taken:
-        """A node holds blocks; saying so again is fine."""
+    def advertise(
+        self, node: Node, origin: bytes, words: Words, *, is_below: bool = False
+    ) -> Taken:
+        """A node holds blocks, in memory or on a disk only; what it last said of each counts."""
         node.digest = (node.digest + digest_of(origin, words)) & DIGEST_MASK
-        taken = self.owners.advertise(node.tag, origin, words, instead_of=node.previous)
+        tag = node.tags[is_below]
+        others = tuple(one for one in node.all_tags if one != tag)
+        taken = self.owners.advertise(tag, origin, words, instead_of=others)
         node.declined += taken.declined_count
         node.crowded += taken.crowded_count
         return taken
@@ -232,26 +246,24 @@ class Nodes:
     def withdraw(self, node: Node, origin: bytes, words: Words) -> int:
         """A node no longer holds blocks; returns how many of them were known."""
         node.digest = (node.digest - digest_of(origin, words)) & DIGEST_MASK
-        tags = (node.tag,) if node.previous is None else (node.tag, node.previous)
-        return self.owners.withdraw(tags, origin, words)
+        return self.owners.withdraw(node.all_tags, origin, words)
 
     def held(self, node: Node) -> int:
         """Blocks of which the node is remembered as an owner."""
-        previous = self.owners.held(node.previous) if node.previous is not None else 0
-        return self.owners.held(node.tag) + previous
+        return sum(self.owners.held(tag) for tag in node.all_tags)
 
     # -- where to fetch
 
     def locate(self, asker: Node, origin: bytes, words: Words, *, now_s: float) -> Plan:
         """Plan from which other nodes the leading blocks are to be fetched.
 
-        Nodes with which the asker shares a rail come first, then those with the least to send:
+        Of each block those who have it on a disk are named only when nobody has it in memory. Then
+        nodes with which the asker shares a rail come first, then those with the least to send:
         what they say that they lend, and what they were named for in the last seconds.
 
         Cost: 0.1 to 0.3 µs a block, and that of `route`.
         """
-        owned = self.owners.find(origin, words)
-        owned[owned == asker.number] = NO_NODE
+        owned = named_of(self.owners.find(origin, words), asker.number)
         named = [self.by_number[one] for one in np.unique(owned).tolist() if one != NO_NODE]
         costs = np.zeros(NODES_MAX + 1, np.float64)
         for node in named:
@@ -270,9 +282,26 @@ class Nodes:
         if len(self.by_number) >= self.nodes_max:
             raise OverloadedError(f"{self.nodes_max} nodes are here already: raise --max-nodes")
         number = next(one for one in range(1, self.nodes_max + 1) if one not in self.by_number)
-        node = Node(number, address, epoch, 0, 0.0, self.owners.open(number))
+        node = Node(number, address, epoch, 0, 0.0, self._open(number))
         self.by_address[address] = self.by_number[number] = node
         return node
+
+    def _open(self, number: int) -> Tags:
+        """Tags for an announcement.
+
+        Raises:
+            OverloadedError: there are none; nothing was changed.
+        """
+        first = self.owners.open(number)
+        try:
+            return first, self.owners.open(number + NODES_MAX)
+        except OverloadedError:
+            self.owners.close(first)
+            raise
+
+    def _close(self, tags: Tags) -> None:
+        for tag in tags:
+            self.owners.close(tag)
 
     def _set_complete(self, node: Node, *, is_complete: bool) -> None:
         if node.is_complete == is_complete:
@@ -291,3 +320,19 @@ class Nodes:
             if rail in self._rails:
                 bits |= 1 << self._rails[rail]
         return bits
+
+
+def named_of(owned: Owned, asker: int) -> Owned:
+    """The nodes that may be named for each block, without the asker.
+
+    Args:
+        owned: numbers of nodes in places; those above `NODES_MAX` have the block on a disk only.
+        asker: its number.
+    """
+    owned[(owned == asker) | (owned == asker + NODES_MAX)] = NO_NODE
+    is_below = owned > NODES_MAX
+    if is_below.any():
+        has_better = ((owned != NO_NODE) & ~is_below).any(axis=1)
+        owned = np.where(is_below, owned - np.uint16(NODES_MAX), owned)
+        owned[is_below & has_better[:, None]] = NO_NODE
+    return owned

@@ -4,10 +4,13 @@ Decided here: what an entry costs, how many owners it remembers, how a node is f
 happens when there is no room. This file does not know addresses, sessions or clocks.
 
 A block is named by its *origin* (namespace fingerprint and cache group) and its hash. An entry
-remembers up to `OWNERS_MAX` owners as *tags*: a tag is one announcement of one node. A node gets a
-new tag when it begins to announce everything anew; when it has finished, or has died, the old tag
+remembers up to `OWNERS_MAX` owners as *tags*: a tag is one announcement of one node. A node gets
+new tags when it begins to announce everything anew; when it has finished, or has died, the old tag
 is closed. Closing is one write: from then on no answer names it. Its places in entries are taken
 back later, a few thousand at a time, by `sweep`, and only then is the tag used again.
+
+A node has two tags, one for what it holds in memory and one for what lies on a disk only: which
+of the two holds a block costs no byte of its entry. Here they are two numbers for one node.
 
     open ──close──▶ closed, in entries still ──two passes of the sweep at most──▶ free
 """
@@ -174,7 +177,7 @@ class Owners:
     # -- blocks
 
     def advertise(
-        self, tag: Tag, origin: bytes, words: Words, *, instead_of: Tag | None = None
+        self, tag: Tag, origin: bytes, words: Words, *, instead_of: tuple[Tag, ...] = ()
     ) -> Taken:
         """Remember that a tag's node holds blocks; again is fine.
 
@@ -182,7 +185,7 @@ class Owners:
             tag: open.
             origin: 20 bytes.
             words: uint64[n, 4]; may repeat.
-            instead_of: another open tag of the same node, whose places are taken over.
+            instead_of: the other open tags of the same node, whose places are taken over.
 
         Cost: 0.5 to 1 µs a block.
         """
@@ -281,7 +284,7 @@ class Owners:
 
     # -- inside
 
-    def _add(self, tag: Tag, rows: Entries, instead_of: Tag | None) -> tuple[int, int]:
+    def _add(self, tag: Tag, rows: Entries, instead_of: tuple[Tag, ...]) -> tuple[int, int]:
         """Write a tag into entries that lack it; returns how many got it, and how many are full."""
         owners = self._owners[rows]
         lacks = ~(owners == tag).any(axis=1)
@@ -291,12 +294,12 @@ class Owners:
         is_free = self._node_of[owners] == NO_NODE
         places = is_free.argmax(axis=1)
         has_room = is_free[np.arange(len(rows)), places]
-        if instead_of is not None:
-            is_old = owners == instead_of
+        for other in instead_of:  # at most one of them is in an entry
+            is_old = owners == other
             has_old = is_old.any(axis=1)
             places = np.where(has_old, is_old.argmax(axis=1), places)
             has_room |= has_old
-            self._held[instead_of] -= int(has_old.sum())
+            self._held[other] -= int(has_old.sum())
         self._owners[rows[has_room], places[has_room]] = tag
         added = int(has_room.sum())
         self._held[tag] += added

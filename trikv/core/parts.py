@@ -47,6 +47,12 @@ class ReadPart:
         )
 
     @property
+    def pool_entries(self) -> Entries:
+        """The pool's rows that it fills."""
+        entries: Entries = self.landing.entries[self.rows]
+        return entries
+
+    @property
     def bytes(self) -> int:
         """Bytes to read."""
         return len(self.rows) * sum(self.landing.lengths)

@@ -6,9 +6,11 @@ who asks; what may not go now is pinned in the columns.
 """
 
 import itertools
+from collections import deque
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trikv.core.blocks import SEALED, Blocks
 from trikv.core.counters import Counters
@@ -22,6 +24,8 @@ from trikv.core.words import Entries, ShapeId, SpaceId, Stamp
 
 EVICT_BATCH: Final = 256
 """Blocks evicted at once when room is needed, so that the cost is paid seldom and in bulk."""
+
+SPARES_MAX: Final = 1_024
 
 NEAR: Final = 4
 """So many times what is needed is looked through for blocks that a disk holds too."""
@@ -59,6 +63,7 @@ class Room:
         self._maker = maker
         self._tenants = tenants
         self._stamps = itertools.count(1)
+        self._spares: dict[ShapeId, deque[tuple[Entries, NDArray[np.uint32]]]] = {}
 
     def open(self, shape: ShapeId) -> None:
         """Make a shape known; the same shape may be opened again."""
@@ -118,6 +123,10 @@ class Room:
             self._tenants.asking = self._tenants.of(space)
         order = self.orders[shape]
         while (missing := count - self.count(shape)) > 0:
+            spares = self._take_spares(shape, missing)
+            if len(spares):
+                self._evict(spares)
+                continue
             coldest = order.coldest()
             if self._reclaim_slab(shape, colder_than=coldest):
                 continue
@@ -143,6 +152,45 @@ class Room:
         order.restore(near[~is_chosen])
         self.recency[near[is_chosen]] = NEVER
         return near[is_chosen]
+
+    def spare(self, shape: ShapeId, entries: Entries) -> None:
+        """Sealed blocks that are in no order yet go before all others, until they are touched.
+
+        At the bound, with `SPARES_MAX` calls whose blocks are still spare: the oldest of them go
+        now, but for those that somebody holds, which are last in their order then.
+        """
+        if len(entries) == 0:
+            return
+        queue = self._spares.setdefault(shape, deque())
+        queue.append((entries, self._blocks.generation[entries]))
+        if len(queue) > SPARES_MAX:
+            live = self._still_spare(*queue.popleft())
+            is_free = self._blocks.evictable[live]
+            self._evict(live[is_free])
+            self.touch(shape, live[~is_free])
+
+    def _take_spares(self, shape: ShapeId, count: int) -> Entries:
+        """Spare blocks to evict next; those that somebody holds stay spare."""
+        queue = self._spares.get(shape)
+        found = [np.empty(0, np.int32)]
+        for _ in range(len(queue) if queue else 0):
+            assert queue is not None
+            if count <= 0:
+                break
+            live = self._still_spare(*queue.popleft())
+            free = live[self._blocks.evictable[live]][:count]
+            left = live[~np.isin(live, free)]
+            if len(left):
+                queue.append((left, self._blocks.generation[left]))
+            found.append(free)
+            count -= len(free)
+        return np.concatenate(found)
+
+    def _still_spare(self, entries: Entries, generations: NDArray[np.uint32]) -> Entries:
+        blocks = self._blocks
+        is_same = (blocks.generation[entries] == generations) & (blocks.state[entries] == SEALED)
+        spare: Entries = entries[is_same & (self.recency[entries] == NEVER)]
+        return spare
 
     def free(self, entries: Entries) -> None:
         """Give back the pages of rows that have become absent."""
@@ -209,7 +257,9 @@ class Room:
             return False
         for other, order in self.orders.items():
             if other != shape:
-                victims = order.victims(batch, self._blocks.evictable)
+                victims = self._take_spares(other, batch)
+                if len(victims) == 0:
+                    victims = order.victims(batch, self._blocks.evictable)
                 if len(victims):
                     self._evict(victims)
                     return True

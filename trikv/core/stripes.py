@@ -48,6 +48,8 @@ def cut(runs: Runs, *, piece_bytes: int, far: Begins = NOWHERE, near: Begins = N
     """
     runs = _divide(runs[:0] if len(runs) == 0 else _join(runs), far, 0)
     runs = _divide(runs, near, 1)
+    if runs[:, 2].max(initial=0) <= piece_bytes:  # as with small pages
+        return Pieces(runs, np.cumsum(runs[:, 2]))
     counts = -(-runs[:, 2] // piece_bytes)
     steps = -(-runs[:, 2] // np.maximum(counts, 1))
     steps += -steps % ALIGN_BYTES
@@ -81,7 +83,9 @@ def _join(runs: Runs) -> Runs:
     """Runs that go on at both ends where the one before them stops become one."""
     stops = runs[:-1, :2] + runs[:-1, 2:]
     heads = np.ones(len(runs), np.bool_)
-    np.any(stops != runs[1:, :2], axis=1, out=heads[1:])
+    np.logical_or(stops[:, 0] != runs[1:, 0], stops[:, 1] != runs[1:, 1], out=heads[1:])
+    if heads.all():  # as in a churned pool
+        return runs
     first = np.flatnonzero(heads)
     return np.column_stack((runs[first, :2], np.add.reduceat(runs[:, 2], first)))
 

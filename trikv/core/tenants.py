@@ -138,11 +138,14 @@ class Tenants:
         return (row for row in columns if row[1])
 
     def may_lose(self, tenants: NDArray[np.int64], block_bytes: int) -> bool:
-        """True when all these blocks may go without touching the floor of one who does not ask."""
+        """True when all these blocks may go without touching the floor of one who does not ask.
+
+        Those of no tenant, below 0, may.
+        """
         used, floors = self.used_bytes(), self.floors()
         found, counts = np.unique(tenants, return_counts=True)
         return all(
-            tenant == self.asking or used[tenant] - count * block_bytes >= floors[tenant]
+            tenant in {self.asking, NO_PART} or used[tenant] - count * block_bytes >= floors[tenant]
             for tenant, count in zip(found.tolist(), counts.tolist(), strict=True)
         )
 
@@ -192,7 +195,7 @@ class TenantOrders:
         return ((part // 2, len(order)) for part, order in self._orders.items())
 
     def tenants_of(self, entries: Entries) -> NDArray[np.int64]:
-        """The tenant of each sealed block."""
+        """The tenant of each sealed block; -1 of those in no order, which are nobody's."""
         return self._part[entries].astype(np.int64) // 2
 
     def used(self, entries: Entries) -> None:

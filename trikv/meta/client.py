@@ -40,8 +40,8 @@ REPAIR_S_MIN: Final = 5.0
 REPAIR_S_MAX: Final = 300.0
 """Between two full announcements to one metaserver that has not restarted."""
 
-Snapshot = Callable[[], Iterable[tuple[bytes, Words]]]
-"""All that is held, in parts by origin; each part is read when it is asked for."""
+Snapshot = Callable[[], Iterable[Part]]
+"""All that is held; each part is read when it is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +223,9 @@ class Line:
         self.adverts.begin()
         self.is_complete = False
         count = declined = 0
-        for origin, words in self._client.snapshot():
-            for at in range(0, len(words), PORTION_KEYS):
-                portion = Part(origin, words[at : at + PORTION_KEYS], is_held=True)
+        for part in self._client.snapshot():
+            for at in range(0, len(part.words), PORTION_KEYS):
+                portion = replace(part, words=part.words[at : at + PORTION_KEYS])
                 with trio.fail_after(CALL_S):
                     declined += await on_asyncio(link.announce([portion]))
                 count += len(portion.words)
@@ -275,13 +275,10 @@ class MetaClient:
     lines: list[Line] = field(default_factory=list)
     _turn: int = 0
 
-    def advertise(self, origin: bytes, words: Words) -> None:
-        """Blocks are held from now on."""
-        self._offer(Part(origin, words, is_held=True))
-
-    def withdraw(self, origin: bytes, words: Words) -> None:
-        """Blocks are no longer held."""
-        self._offer(Part(origin, words, is_held=False))
+    def tell(self, part: Part) -> None:
+        """Blocks are held from now on, in memory or on a disk only, or no longer."""
+        for line in self.lines:
+            line.offer(part)
 
     def announce_anew(self) -> None:
         """More has changed than is worth telling one by one."""
@@ -350,10 +347,6 @@ class MetaClient:
             )
             for line in self.lines
         ]
-
-    def _offer(self, part: Part) -> None:
-        for line in self.lines:
-            line.offer(part)
 
     def _groups(self) -> list[list[Line]]:
         """Lines that can be asked: those together that know the same, in turn; most nodes first."""

@@ -125,7 +125,7 @@ def read_origin(blob: bytes) -> bytes:
 def write_adverts(message: Any, parts: list[Part], hash_bytes: int = wire.HASH_BYTES_MAX) -> None:
     """Fill in a list of `Advert`."""
     for row, part in zip(message, parts, strict=True):
-        row.origin, row.isHeld = part.origin, part.is_held
+        row.origin, row.isHeld, row.isBelow = part.origin, part.is_held, part.is_below
         row.hashBytes, row.hashes = hash_bytes, wire.words_to_hashes(part.words, hash_bytes)
 
 
@@ -143,7 +143,8 @@ def read_adverts(message: Any) -> list[Part]:
         count += len(words)
         if count > PORTION_KEYS_MAX:
             raise BadRequestError(f"a call has at most {PORTION_KEYS_MAX} hashes")
-        parts.append(Part(read_origin(row.origin), words, bool(row.isHeld)))
+        kind = bool(row.isHeld), bool(row.isHeld and row.isBelow)
+        parts.append(Part(read_origin(row.origin), words, *kind))
     return parts
 
 

@@ -99,7 +99,7 @@ class MetaService:
                 self.counters.withdrawn_blocks_total += len(part.words)
                 self.store.withdraw(node, part.origin, part.words)
                 continue
-            taken = self.store.advertise(node, part.origin, part.words)
+            taken = self.store.advertise(node, part.origin, part.words, is_below=part.is_below)
             self.counters.advertised_blocks_total += len(part.words)
             new += taken.new_count
             crowded += taken.crowded_count

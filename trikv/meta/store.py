@@ -38,8 +38,10 @@ class Store(Protocol):
     def finish(self, node: Node) -> None:
         """All was announced."""
 
-    def advertise(self, node: Node, origin: bytes, words: Words) -> Taken:
-        """A node holds blocks."""
+    def advertise(
+        self, node: Node, origin: bytes, words: Words, *, is_below: bool = False
+    ) -> Taken:
+        """A node holds blocks, in memory or on a disk only."""
 
     def withdraw(self, node: Node, origin: bytes, words: Words) -> int:
         """A node no longer holds blocks."""

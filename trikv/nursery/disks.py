@@ -139,8 +139,12 @@ class DiskTier:
     def check(self) -> None:
         """Believe the disk when it says that it is off."""
         if self.disk.fault and not self.lower.fault:
-            self.lower.withhold(self.disk.fault)
+            self._withhold(self.disk.fault)
             log.error("disk.failed", path=self.disk.path, reason=self.disk.fault)
+
+    def _withhold(self, fault: str) -> None:
+        self.lower.withhold(fault)
+        self.below.lost()
 
     # -- at the start
 
@@ -162,7 +166,7 @@ class DiskTier:
                 self.lower.place(entries[order[at : at + PLACED_AT_ONCE]])
                 await trio.lowlevel.checkpoint()
         except RuntimeError as error:  # no thread could be started
-            self.lower.withhold(f"its blocks could not be sorted: {error}")
+            self._withhold(f"its blocks could not be sorted: {error}")
         self.check()
         self.lower.end_adopting()
         self.scanned.set()

@@ -1,15 +1,16 @@
 """The owner's side of loans, with what takes time: sums, fences, and data streams.
 
-Decided here: in which order a loan ends. Released: nothing is sent for its token any more, then its
-pins end. Expired, or its peer lost: streams are cut and queue pairs destroyed, then its pins end.
-This file does not know capnp, or which blocks are lent.
+Decided here: that disks are read before a loan is made, and in which order a loan ends. Released:
+nothing is sent for its token any more, then its pins end. Expired, or its peer lost: streams are
+cut and queue pairs destroyed, then its pins end. This file does not know capnp, or which blocks are
+lent or read.
 """
 
 import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import structlog
@@ -21,6 +22,7 @@ from trikv.core import sums
 from trikv.core.errors import ForbiddenError, OverloadedError
 from trikv.core.grants import Fence
 from trikv.core.lending import Lending, Loan
+from trikv.core.lifting import Lift
 from trikv.core.words import GrantId, PeerId, Words
 from trikv.tiers.pairs import NicError
 from trikv.tiers.rails import Rails
@@ -40,11 +42,25 @@ NAMES_MAX: Final = 4_096
 """Of addresses that are counted by themselves."""
 
 
+class Reader(Protocol):
+    """What reads from disks for loans; see `trikv.nursery.lifting.Lifter`."""
+
+    async def lift(self, peer: PeerId, origin: bytes, words: Words, ttl_s: float) -> Lift | None:
+        """Have disks read what a peer asks for."""
+
+    def lent(self, lift: Lift, loan: Loan) -> None:
+        """A loan was made with it."""
+
+    def end(self, lift: Lift) -> None:
+        """Its loan is over, or was not made."""
+
+
 @dataclass(slots=True, eq=False)
 class _Lent:
     loan: Loan
     token: bytes
     sums: NDArray[np.uint64]
+    lift: Lift | None = None  # what was read for it from disks
     summed: trio.Event | None = None  # set once they are made
 
 
@@ -74,6 +90,7 @@ class Owner:
         data_port: where bytes are sent from, once it runs.
         guests: who is connected.
         lent_bytes: by address, since the start; of those beyond `NAMES_MAX` together.
+        lifter: reads from disks for loans; None: only what is in the pool is lent.
     """
 
     def __init__(self, lending: Lending, pool: Memory, now_s: Callable[[], float]) -> None:
@@ -83,6 +100,7 @@ class Owner:
         self.guests: dict[PeerId, Guest] = {}
         self.lent_bytes: dict[str, int] = {}
         self.counters = PeerCounters()
+        self.lifter: Reader | None = None
         self._pool = pool
         self._now_s = now_s
         self._tcp = TcpOwner(pool, limiter=trio.CapacityLimiter(SEND_THREADS))
@@ -132,21 +150,45 @@ class Owner:
     async def lend(
         self, peer: PeerId, origin: bytes, words: Words, *, ttl_s: float, wants_sums: bool
     ) -> tuple[Loan, bytes, float] | None:
-        """Lend what is here; returns the loan, its token and its seconds, None when nothing is."""
-        if peer not in self.guests or self._nursery is None:
-            raise ForbiddenError("this connection is over")
-        now_s = self._now_s()
-        loan = self.lending.lend(peer, origin, words, ttl_s=ttl_s, now_s=now_s)
-        if loan is None:
-            return None
-        token = self._tcp.lend(loan.runs)
-        count = len(loan.positions)
-        lent = _Lent(loan, token, np.zeros(count, np.uint64))
-        self._lent[loan.grant.id] = lent
+        """Lend what is here, once disks have brought up what they can in time.
+
+        Returns:
+            The loan, its token and its seconds; None when nothing is here.
+
+        Cancellation: while disks are read; then nothing is lent.
+        """
+        self._check_guest(peer)
+        lift = None
+        if self.lifter is not None:
+            lift = await self.lifter.lift(peer, origin, words, ttl_s)
+        lent = None
+        try:
+            nursery = self._check_guest(peer)  # it may have left meanwhile
+            now_s = self._now_s()
+            loan = self.lending.lend(peer, origin, words, ttl_s=ttl_s, now_s=now_s)
+            if loan is None:
+                return None
+            token = self._tcp.lend(loan.runs)
+            lent = _Lent(loan, token, np.zeros(len(loan.positions), np.uint64), lift)
+            self._lent[loan.grant.id] = lent
+        finally:
+            if lent is None:
+                self._end_lift(lift)
+        if lift is not None and self.lifter is not None:
+            self.lifter.lent(lift, loan)
         if wants_sums:
-            self._begin_sums(lent, self._nursery)
+            self._begin_sums(lent, nursery)
         self._note(self.guests[peer].address, int(loan.runs[:, 1].sum()))
         return loan, token, loan.grant.deadline_s - now_s
+
+    def _check_guest(self, peer: PeerId) -> trio.Nursery:
+        if peer not in self.guests or self._nursery is None:
+            raise ForbiddenError("this connection is over")
+        return self._nursery
+
+    def _end_lift(self, lift: Lift | None) -> None:
+        if lift is not None and self.lifter is not None:
+            self.lifter.end(lift)
 
     async def release(
         self, peer: PeerId, grant_id: GrantId, *, wants_sums: bool
@@ -169,6 +211,7 @@ class Owner:
                 await self._tcp.withdraw(lent.token)
         finally:
             self.lending.unpin(grant)
+            self._end_lift(lent.lift)
         return was_valid, lent.sums if wants_sums else np.empty(0, np.uint64)
 
     async def run(
@@ -225,6 +268,8 @@ class Owner:
             await trio.sleep(AGAIN_S)
         if fence is not None:
             self.lending.fenced(fence)
+        for one in lent:
+            self._end_lift(one.lift)
 
     def _cut(self, peer: PeerId) -> bool:
         """Destroy a peer's queue pairs; False: the NIC has not, so nothing may be let go of."""

@@ -31,6 +31,11 @@ FAMILIES: Final = {
     "trikv_peer_granted_bytes": Family("Pages that they pin"),
     "trikv_peer_grant_expired_total": Family("Promises that ended by their time"),
     "trikv_peer_unfenced_bytes": Family("Pool that a NIC may write at any time: never used again"),
+    "trikv_peer_lifted_bytes": Family("Pool for blocks that are read from SSDs for others"),
+    "trikv_peer_lifted_lent_bytes_total": Family("Bytes lent after they were read from SSDs"),
+    "trikv_peer_lifted_lent_blocks_total": Family("These blocks"),
+    "trikv_peer_lifted_refused_blocks_total": Family("Were on an SSD, and not read: no room"),
+    "trikv_peer_lifted_late_blocks_total": Family("Were not read in time for the loan"),
     "trikv_peer_refused_total": Family("Connections and proofs of others that were refused"),
     "trikv_peer_rpc_total": Family("Calls of other nodes that have ended", ("method", "outcome")),
 }
@@ -41,7 +46,7 @@ def rows(peering: Peering | None) -> dict[str, Rows]:
     if peering is None:
         return {name: [] for name in FAMILIES}
     owner, fetching, remote = peering.owner, peering.fetching, peering.remote
-    grants, counters = owner.lending.grants, owner.counters
+    grants, counters, lifting = owner.lending.grants, owner.counters, peering.lifting
     refused = counters.connection_refused_total + counters.proof_refused_total
     wrong = sum(one.wrong_blocks for one in fetching.neighbours.values())
     return _by_name(peering) | {
@@ -53,6 +58,11 @@ def rows(peering: Peering | None) -> dict[str, Rows]:
         "trikv_peer_granted_bytes": [((), grants.bytes)],
         "trikv_peer_grant_expired_total": [((), owner.lending.expired_grants_total)],
         "trikv_peer_unfenced_bytes": [((), remote.unfenced_bytes)],
+        "trikv_peer_lifted_bytes": [((), lifting.bytes)],
+        "trikv_peer_lifted_lent_bytes_total": [((), lifting.lent_bytes_total)],
+        "trikv_peer_lifted_lent_blocks_total": [((), lifting.lent_blocks_total)],
+        "trikv_peer_lifted_refused_blocks_total": [((), lifting.refused_blocks_total)],
+        "trikv_peer_lifted_late_blocks_total": [((), lifting.late_blocks_total)],
         "trikv_peer_refused_total": [((), refused)],
         "trikv_peer_rpc_total": peering.calls.rows(),
     }

@@ -21,6 +21,8 @@ def write_cluster(cluster: Any, peering: Peering) -> None:
     cluster.isOpen = peering.plan.secret is None
     cluster.railCount = owner.rail_count
     cluster.unfencedBytes = peering.remote.unfenced_bytes
+    cluster.liftedBytes = peering.lifting.bytes
+    cluster.liftedLentBytes = peering.lifting.lent_bytes_total
     metas = peering.client.facts()
     for row, meta in zip(cluster.init("metas", len(metas)), metas, strict=True):
         row.address, row.state, row.nodeCount = meta.address, meta.state, meta.node_count

@@ -19,6 +19,7 @@ from trikv.core.below import Below
 from trikv.core.cache import Cache
 from trikv.core.counters import CallCounts
 from trikv.core.lending import Lending
+from trikv.core.lifting import Lifting
 from trikv.core.remote import Remote
 from trikv.core.shared import Shared
 from trikv.meta.client import Identity, MetaClient
@@ -56,12 +57,14 @@ class Peering:
     pool: Memory
     slab_bytes: int
     cache: Cache
+    below: Below
     shared: Shared
     remote: Remote
     epoch: int
     calls: CallCounts = field(default_factory=CallCounts)
     client: MetaClient = field(init=False)
     owner: Owner = field(init=False)
+    lifting: Lifting = field(init=False)
     fetching: Fetching = field(init=False)
     gate: Gate = field(init=False)
     rails: Rails | None = None
@@ -71,6 +74,7 @@ class Peering:
         plan, shared = self.plan, self.shared
         address = str(plan.address)
         lending = Lending(self.cache, shared)
+        self.lifting = Lifting(self.cache, self.below, shared, lending, shared.lift_bytes_max)
         names = (RDMA_RAIL,) if plan.nics else ()
         self.client = MetaClient(
             Identity(address, self.epoch, names),
@@ -79,7 +83,7 @@ class Peering:
             shared.snapshot,
             lambda: lending.grants.block_count,
         )
-        shared.advertise, shared.withdraw = self.client.advertise, self.client.withdraw
+        shared.tell = self.client.tell
         shared.announce_anew = self.client.announce_anew
         self.remote.has_others = self.client.knows_others
         self.owner = Owner(lending, self.pool, trio.current_time)
@@ -160,6 +164,7 @@ def peering_of(
     """Wire one node; opens nothing. None without a plan."""
     if plan is None or below is None:
         return None
-    shared = Shared(cache)
+    lift_bytes_max = int(plan.ssd_fraction * cache.pages.capacity_bytes)
+    shared = Shared(cache, below, lift_bytes_max=lift_bytes_max)
     remote = Remote(cache, below, shared)
-    return Peering(plan, pool, cache.pages.slab_bytes, cache, shared, remote, epoch)
+    return Peering(plan, pool, cache.pages.slab_bytes, cache, below, shared, remote, epoch)

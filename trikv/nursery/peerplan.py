@@ -28,6 +28,7 @@ class PeerPlan:
         nics: for RDMA, in the order of rails.
         must_have_nics: they were named, so none may be missing.
         verify_every: of so many loans over RDMA one has its sums compared; 0: none.
+        ssd_fraction: of the pool, for blocks that are read from disks for others.
     """
 
     address: Address
@@ -37,6 +38,7 @@ class PeerPlan:
     nics: tuple[NicFacts, ...]
     must_have_nics: bool
     verify_every: int = 0
+    ssd_fraction: float = 0.0
 
 
 def peers_of(settings: Settings) -> PeerPlan | None:
@@ -82,6 +84,7 @@ def peers_of(settings: Settings) -> PeerPlan | None:
         tuple(nics),
         bool(names),
         VERIFY[settings.verify_peer],
+        settings.peer_ssd_fraction,
     )
 
 

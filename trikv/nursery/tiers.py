@@ -21,6 +21,7 @@ from trikv.core.spills import Budget, Spills
 from trikv.core.superblock import UnusableDiskError
 from trikv.core.words import InstanceName, RequestId
 from trikv.nursery.disks import DiskTier
+from trikv.nursery.lifting import Lifter
 from trikv.nursery.peering import Peering, first_of
 from trikv.nursery.prefetching import Prefetching
 from trikv.nursery.spilling import Spilling
@@ -67,6 +68,7 @@ class Tiers:
         if self.peering is not None:
             self.prefetching.others_s = self.peering.fetching.seconds
             self.peering.fetching.tell = self.prefetching.tell
+            self.peering.owner.lifter = Lifter(self.peering.lifting, self.prefetching)
 
     @property
     def faults(self) -> list[str]:
@@ -120,7 +122,7 @@ class Tiers:
 
     def queried(self, instance: InstanceName | None, request: RequestId) -> None:
         """A query was answered: begin to read what it has asked for."""
-        if self.below.begun:
+        if self.below.begun or self.below.reading.has_promoted:
             self.prefetching.begin(instance, request)
         if self.below.spills.hot_count:
             self.spilling.ring()
@@ -208,6 +210,8 @@ async def open_disks(plan: DiskPlan, tiers: Tiers, pool_address: int) -> AsyncIt
             else:
                 tier = DiskTier(disk, tiers.below, pool_address, plan.capacity_bytes)
                 tiers.disks.append(tier)
+                if tiers.peering is not None:
+                    tiers.peering.shared.watch(tier.lower)
         if not refusal:
             yield
     if refusal:  # raised out here: on its way through the other disks it would become a group
