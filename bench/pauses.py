@@ -63,10 +63,19 @@ class Nobody:
 class NoMemory:
     """Copies that have ended before they began."""
 
-    async def copy(self, copy: Copy, is_stopped: Callable[[], bool]) -> NDArray[np.bool_]:
+    def begin(
+        self,
+        copy: Copy,
+        is_stopped: Callable[[], bool],
+        ended: Callable[[NDArray[np.bool_]], None],
+    ) -> bool:
         """All blocks arrive."""
-        await trio.lowlevel.checkpoint()
-        return np.ones(len(copy.blocks), np.bool_)
+        ended(np.ones(len(copy.blocks), np.bool_))
+        return True
+
+    async def copy(self, copy: Copy, is_stopped: Callable[[], bool]) -> NDArray[np.bool_]:
+        """Not used: nothing has to be waited for."""
+        raise NotImplementedError
 
     async def attach(self, call: Register, on_lost: Callable[[str], None]) -> Attachment | None:
         """Process memory."""
@@ -75,7 +84,7 @@ class NoMemory:
     def detach(self, attachment: Attachment) -> None:
         """There is none."""
 
-    async def read_word(self, process: Process, address: int) -> int | None:
+    def read_word(self, process: Process, address: int) -> int | None:
         """No fences."""
         return None
 
@@ -134,7 +143,9 @@ class Engine:
         self.turn += 1
         words, request = self.words(), RequestId(str(self.turn))
         blocks = np.arange(PROMPT, dtype=np.int32)
-        await self.service.save(self.session, Save(0, 0, request, 0, words, blocks, 0, 0))
+        call = Save(0, 0, request, 0, words, blocks, 0, 0)
+        self.service.save(self.session, call, lambda _: None)
+        await trio.lowlevel.checkpoint()
         self.service.release(self.session, [request])
         return words
 
@@ -164,7 +175,7 @@ def rig(blocks: int, below: Callable[[Cache], Below | None] = lambda _: None) ->
     store = Store(cache, Engines(4), trio.current_time, windows, below=below(cache))
     memory = NoMemory()
     sessions = Sessions(store, 8, 3600.0, memory.detach)
-    copying = [Copying(name, memory, sessions, workers=4, queue_jobs_max=64) for name in "sl"]
+    copying = [Copying(name, memory, sessions, jobs_max=4, queue_jobs_max=64) for name in "sl"]
     return Rig(store, copying, Service(store, sessions, *copying, memory))
 
 

@@ -44,6 +44,7 @@ class Loop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         super().__init__(FewAtOnce())
+        self._last: deque[Callable[[], None]] = deque()
 
     async def create_unix_connection(
         self, protocol_factory: Any, *args: Any, **options: Any
@@ -81,6 +82,18 @@ class Loop(asyncio.SelectorEventLoop):
         self._soon.append(handle)
         return handle
 
+    @property
+    def has_soon(self) -> bool:
+        """Something is to be run before `run_on` returns."""
+        return bool(self._soon)
+
+    def call_last(self, callback: Callable[[], None]) -> None:
+        """As `call_soon`; in `run_on` after all that is to be run soon, as an answer is."""
+        if self._soon is None:
+            self.call_soon(callback)
+        else:
+            self._last.append(callback)
+
     def run_on(self, work: Callable[[], None]) -> None:
         """Run work that an event has caused, and at once what it wants to be run soon.
 
@@ -93,17 +106,22 @@ class Loop(asyncio.SelectorEventLoop):
         try:
             work()
             for _ in range(STEPS_MAX):
-                if not soon:
+                if soon:
+                    _run(soon.popleft())
+                elif self._last:
+                    self._last.popleft()()
+                else:
                     break
-                _run(soon.popleft())
         finally:
             self._soon = None
             for handle in soon:
                 self.call_soon(_run, handle)
+            while self._last:
+                self.call_soon(self._last.popleft())
 
     def create_task(self, coro: Any, **options: Any) -> Any:
-        """As asyncio's; what has ended already is its own task."""
-        return coro if isinstance(coro, Answered) else super().create_task(coro, **options)
+        """As asyncio's; what needs no task is its own."""
+        return coro if isinstance(coro, (Answered, Later)) else super().create_task(coro, **options)
 
 
 class Answered(Coroutine[Any, Any, None]):
@@ -145,6 +163,41 @@ class Answered(Coroutine[Any, Any, None]):
 
     def result(self) -> None:
         """There is none."""
+
+
+class Later(asyncio.Future[None]):
+    """A servant's call that somebody ends later, by a plain call: coroutine and task in one.
+
+    pycapnp cancels a call that nobody waits for any more; whoever carries it out need not hear of
+    that.
+    """
+
+    def end(self, error: Exception | None = None) -> None:
+        """The call has ended, well or not; once."""
+        if self.done():  # cancelled
+            return
+        if error is None:
+            self.set_result(None)
+        else:  # its traceback may lead back to us and to capnp's objects: a cycle
+            self.set_exception(error.with_traceback(None))
+
+    def send(self, _value: Any) -> Any:
+        """As a coroutine that waits for us, on a loop that makes a task of it."""
+        if not self.done():
+            self._asyncio_future_blocking = True
+            return self
+        self.result()
+        raise StopIteration
+
+    def close(self) -> None:
+        """There is nothing to unwind."""
+
+    def throw(self, *error: Any) -> Any:
+        """Likewise."""
+        raise error[-1]
+
+
+Coroutine.register(Later)
 
 
 class _Transport(asyncio.Transport):

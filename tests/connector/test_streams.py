@@ -5,12 +5,12 @@ import contextlib
 import selectors
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 import capnp
 
-from trikv.streams import EVENTS_MAX, STEPS_MAX, Answered, FewAtOnce, Loop
+from trikv.streams import EVENTS_MAX, STEPS_MAX, Answered, FewAtOnce, Later, Loop
 from trikv.wire import SCHEMA
 
 BUFFER = 1 << 16
@@ -183,6 +183,31 @@ def test_what_is_wanted_soon_runs_before_the_sockets_are_looked_at() -> None:
         runner.run(main())
 
 
+def test_what_is_to_run_last_waits_for_all_that_is_to_run_soon() -> None:
+    order: list[str] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, Loop)
+
+        def work() -> None:
+            loop.call_last(lambda: order.append("last"))
+            loop.call_soon(loop.call_soon, order.append, "soon too")
+            loop.call_soon(order.append, "soon")
+            assert loop.has_soon
+
+        loop.run_on(work)
+        assert order == ["soon", "soon too", "last"]
+        assert not loop.has_soon
+        for _ in range(STEPS_MAX + 2):
+            loop.call_last(lambda: order.append("late"))
+        await turns(STEPS_MAX + 4)
+        assert order[3:] == (STEPS_MAX + 2) * ["late"]
+
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(main())
+
+
 def test_work_without_end_leaves_others_their_turn() -> None:
     ran = 0
 
@@ -206,7 +231,14 @@ def test_work_without_end_leaves_others_their_turn() -> None:
 
 
 class Servant(SCHEMA.Session.Server):
-    """Answers before it returns."""
+    """Answers before it returns, or when the test wants it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, Later]] = []
+
+    def load_context(self, context: Any) -> Later:
+        self.calls.append((context.results.init("reply"), Later()))
+        return self.calls[-1][1]
 
     def heartbeat_context(self, context: Any) -> Answered:
         del context
@@ -221,37 +253,79 @@ class Servant(SCHEMA.Session.Server):
         raise RuntimeError("a bug")
 
 
-def test_a_call_that_was_answered_at_once_is_right_on_any_loop() -> None:
-    async def main() -> None:
-        ends = socket.socketpair()
-        async with capnp.kj_loop():
-            streams = []
-            for one in ends:
-                one.settimeout(0)
-                streams.append(await capnp.AsyncIoStream.create_unix_connection(sock=one))
-            server = capnp.TwoPartyServer(streams[0], bootstrap=Servant())
-            client = capnp.TwoPartyClient(streams[1])
-            try:
-                session = client.bootstrap().cast_as(SCHEMA.Session)
-                await session.heartbeat()
-                assert (await session.reset()).reply.ok.droppedCount == 7
-                error = None
-                try:
-                    await session.release(["r"])
-                except capnp.KjException as exc:
-                    error = str(exc)
-                assert error is not None
-                assert "a bug" in error
-                await session.heartbeat()
-            finally:
-                for stream in streams:
-                    stream.close()
-                client.close()
-                server.close()
+@contextlib.asynccontextmanager
+async def session_with(servant: Servant) -> AsyncIterator[Any]:
+    """A session of it, over a socket."""
+    ends = socket.socketpair()
+    async with capnp.kj_loop():
+        streams = []
+        for one in ends:
+            one.settimeout(0)
+            streams.append(await capnp.AsyncIoStream.create_unix_connection(sock=one))
+        server = capnp.TwoPartyServer(streams[0], bootstrap=servant)
+        client = capnp.TwoPartyClient(streams[1])
+        try:
+            yield client.bootstrap().cast_as(SCHEMA.Session)
+        finally:
+            for stream in streams:
+                stream.close()
+            client.close()
+            server.close()
 
+
+def on_both_loops(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     for factory in (Loop, asyncio.SelectorEventLoop):
         with asyncio.Runner(loop_factory=factory) as runner:
             runner.run(main())
+
+
+async def error_of(call: Any) -> str:
+    try:
+        await call
+    except capnp.KjException as exc:
+        return str(exc)
+    raise AssertionError("no error")
+
+
+def test_a_call_that_was_answered_at_once_is_right_on_any_loop() -> None:
+    async def main() -> None:
+        async with session_with(Servant()) as session:
+            await session.heartbeat()
+            assert (await session.reset()).reply.ok.droppedCount == 7
+            assert "a bug" in await error_of(session.release(["r"]))
+            await session.heartbeat()
+
+    on_both_loops(main)
+
+
+def test_a_call_that_is_answered_later_is_right_on_any_loop() -> None:
+    async def main() -> None:
+        servant = Servant()
+        async with session_with(servant) as session:
+            first, second = session.load({}), session.load({})
+            await session.heartbeat()
+            (one, to_end), (_, to_fail) = servant.calls
+            one.init("ok").failed = b"1234"
+            to_end.end()
+            to_fail.end(RuntimeError("a bug"))
+            assert bytes((await first).reply.ok.failed) == b"1234"
+            assert "a bug" in await error_of(second)
+
+            given_up = session.load({})
+            await session.heartbeat()
+            assert len(servant.calls) == 3
+            given_up.cancel()
+            await session.heartbeat()
+            assert servant.calls[2][1].cancelled()
+            servant.calls[2][1].end()
+
+            left = session.load({})  # to the end of the connection
+            await session.heartbeat()
+        assert servant.calls[3][1].cancelled()
+        servant.calls[3][1].end(RuntimeError("too late"))
+        del left
+
+    on_both_loops(main)
 
 
 def test_a_burst_is_no_one_turn_and_nobody_is_left_out() -> None:

@@ -6,12 +6,14 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import trio
 from numpy.typing import NDArray
 
+from tests.answers import answer_of
 from tests.integration import fake_gpu
 from tests.integration.daemons import hashes
 from trikv import config
@@ -133,7 +135,8 @@ class Rank:
         words = hashes_to_words(hashes(*names), 32)
         ids = np.array(blocks, np.int32)
         call = Save(0, 0, RequestId("r"), 0, words, ids, 0, 0, event)
-        return (await self.daemon.service.save(self.session, call)).saved_count
+        save = partial(self.daemon.service.save, self.session, call)
+        return (await answer_of(save)).saved_count
 
     def query(self, names: Sequence[object], request: str = "q") -> tuple[int, int]:
         call = Query(RequestId(request), 0, hashes_to_words(hashes(*names), 32))
@@ -152,7 +155,11 @@ class Rank:
         assert hits == len(names)
         ids = np.array(blocks, np.int32)
         call = Load(0, LeaseId(lease), 0, ids, budget_s)
-        return (await self.daemon.service.load(self.session, call)).tolist()
+        return (await self.ask(call)).tolist()
+
+    async def ask(self, call: Load) -> NDArray[np.int32]:
+        """What a load is answered with."""
+        return await answer_of(partial(self.daemon.service.load, self.session, call))
 
 
 @contextlib.asynccontextmanager

@@ -13,9 +13,13 @@ import trio.lowlevel
 
 from trikv.process import guest
 from trikv.process.guest import TURNS_MAX, Guest, Host
+from trikv.streams import Loop
 
 
-def in_guest(work: Callable[[Guest], Any]) -> Any:
+def in_guest(
+    work: Callable[[Guest], Any],
+    factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.SelectorEventLoop,
+) -> Any:
     """Run `work` on asyncio beside a Trio run that takes calls until it returns."""
 
     async def main() -> Any:
@@ -35,7 +39,8 @@ def in_guest(work: Callable[[Guest], Any]) -> Any:
             closing.set()
             (await here.ended).unwrap()
 
-    return asyncio.run(main())
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(main())
 
 
 def threads() -> set[str]:
@@ -74,6 +79,32 @@ async def _all_kinds_of_waits(here: Guest) -> str:
 def test_all_kinds_of_waits_end() -> None:
     assert in_guest(_all_kinds_of_waits) == "all"
     assert guest.TRIO.start_thread_soon is guest.THREADED
+
+
+@pytest.mark.parametrize("by_event", [False, True], ids=["by a timer", "by an event"])
+def test_an_answer_does_not_wait_for_what_else_trio_has_to_do(*, by_event: bool) -> None:
+    order: list[str] = []
+
+    async def use(here: Guest) -> None:
+        loop = asyncio.get_running_loop()
+
+        async def answer() -> None:
+            one, two = trio.socket.socketpair()
+            with one, two:
+                if by_event:
+                    loop.call_later(0.01, one._sock.send, b"x")
+                    await two.recv(1)
+                else:
+                    await trio.sleep(0.01)
+                loop.call_soon(loop.call_soon, order.append, "answer")
+                for _ in range(3):
+                    await trio.lowlevel.checkpoint()
+                    order.append("Trio")
+
+        await here.run(answer)
+
+    in_guest(use, Loop)
+    assert order == ["answer", *3 * ["Trio"]]
 
 
 def test_they_end_where_trio_has_no_such_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ async def test_the_word_changes_after_the_last_byte(gpu: Gpu) -> None:
         _, lease = rank.query(NAMES)
         gpu.control[fake_gpu.PAUSE_MS] = 200
         call = load_of(rank, lease, [5, 6, 7], signal=3, value=70_000)
-        nursery.start_soon(daemon.service.load, rank.session, call)
+        nursery.start_soon(rank.ask, call)
         await until(lambda: rank.words()[2] == 70_000)
         assert [rank.block(one) for one in (5, 6, 7)] == wanted
         assert rank.words() == [0, 0, 70_000, 0]
@@ -49,7 +49,7 @@ async def test_a_load_that_is_stopped_leaves_the_word_alone(gpu: Gpu) -> None:
         _, lease = rank.query(names)
         gpu.control[fake_gpu.PAUSE_MS] = 100
         call = Load(0, LeaseId(lease), 0, np.arange(30, 54, dtype=np.int32), 0.15, 0, 1, 5)
-        failed = await daemon.service.load(rank.session, call)
+        failed = await rank.ask(call)
         assert len(failed)
         assert rank.words() == [0]
         gpu.control[fake_gpu.PAUSE_MS] = 0
@@ -65,11 +65,11 @@ async def test_a_rank_joins_the_load_that_its_scheduler_has_started(gpu: Gpu) ->
         await until(lambda: rank.words() == [9])  # nobody has asked yet
         assert [rank.block(one) for one in (5, 6, 7)] == wanted
         before = daemon.service.store.cache.counters.load_total
-        failed = await daemon.service.load(rank.session, load_of(rank, lease, [5, 6, 7], 1, 9))
+        failed = await rank.ask(load_of(rank, lease, [5, 6, 7], 1, 9))
         assert failed.tolist() == []
         assert daemon.service.store.cache.counters.load_total == before
         with pytest.raises(KvError):  # it was used up by the one
-            await daemon.service.load(rank.session, load_of(rank, lease, [5, 6, 7]))
+            await rank.ask(load_of(rank, lease, [5, 6, 7]))
 
 
 async def test_another_load_than_the_one_that_was_started_is_refused_when_that_has_ended(
@@ -82,7 +82,7 @@ async def test_another_load_than_the_one_that_was_started_is_refused_when_that_h
         ids = np.array([5, 6, 7], np.int32)
         daemon.service.start(rank.session, Start(LeaseId(lease), 0, ids))
         with pytest.raises(BadRequestError, match="other blocks"):
-            await daemon.service.load(rank.session, load_of(rank, lease, [8, 9, 10]))
+            await rank.ask(load_of(rank, lease, [8, 9, 10]))
         assert [rank.block(one) for one in (5, 6, 7)] == wanted  # it is not written any more
 
 
@@ -95,8 +95,8 @@ async def test_what_cannot_be_started_is_left_to_the_rank(gpu: Gpu) -> None:
         daemon.service.start(rank.session, Start(LeaseId(lease + 1), 0, ids, 1, 9))  # no such lease
         assert not rank.session.begun
         with pytest.raises(BadRequestError, match="signal 1 of 0"):
-            await daemon.service.load(rank.session, load_of(rank, lease, [5, 6, 7], 1, 9))
-        assert (await daemon.service.load(rank.session, load_of(rank, lease, [5, 6, 7]))).size == 0
+            await rank.ask(load_of(rank, lease, [5, 6, 7], 1, 9))
+        assert (await rank.ask(load_of(rank, lease, [5, 6, 7]))).size == 0
 
 
 async def test_loads_that_nobody_joins_are_forgotten_and_their_pins_end(gpu: Gpu) -> None:

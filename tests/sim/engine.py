@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import trio
 from numpy.typing import NDArray
 
+from tests.answers import answer_of
 from tests.sim.fakes import GPU_BASE, FakeProcess, content
 from trikv.core.calls import Declare, GpuMemory, GroupPieces, Load, Query, Register, Save
 from trikv.core.errors import EngineLostError, KvError, NotReadyError
@@ -190,7 +192,9 @@ class FakeEngine:
                 return
             call = Load(rank, LeaseId(lease), first, wanted, world.rng.choice([0.0, 1.0]))
             try:
-                results[rank] = await world.service.load(self.sessions[rank], call)
+                results[rank] = await answer_of(
+                    partial(world.service.load, self.sessions[rank], call)
+                )
             except KvError as error:
                 world.note(error.code)
 
@@ -243,7 +247,7 @@ class FakeEngine:
             generation = int(self.fence(rank)[fence])
             call = Save(rank, 0, request, first, words, blocks, fence, generation)
             try:
-                await world.service.save(self.sessions[rank], call)
+                await answer_of(partial(world.service.save, self.sessions[rank], call))
             except KvError as error:
                 world.note(error.code)
 

@@ -69,9 +69,19 @@ class FakeMemory:
 
         self.copiers = FakeCopiers(rng, faults)
 
+    def begin(
+        self,
+        transfer: Copy,
+        is_stopped: Callable[[], bool],
+        ended: Callable[[NDArray[np.bool_]], None],
+    ) -> bool:
+        if transfer.layout.place is None:
+            return False
+        self.copiers.begin(transfer, self.pool, is_stopped, ended)
+        return True
+
     async def copy(self, transfer: Copy, is_stopped: Callable[[], bool]) -> NDArray[np.bool_]:
-        if transfer.layout.place is not None:
-            return await self.copiers.copy(transfer, self.pool, is_stopped)
+        assert transfer.layout.place is None
         arrived = np.zeros(len(transfer.blocks), np.bool_)
         process = transfer.process
         assert isinstance(process, FakeProcess)
@@ -97,7 +107,7 @@ class FakeMemory:
     def detach(self, attachment: Attachment) -> None:
         self.copiers.detach(attachment)
 
-    async def read_word(self, process: Process, address: int) -> int | None:
+    def read_word(self, process: Process, address: int) -> int | None:
         assert isinstance(process, FakeProcess)
         return int(process.view(address, 8).view(np.uint64)[0]) if process.alive else None
 
@@ -149,23 +159,40 @@ class FakeCopiers:
         assert self.copies.pop(attachment.number) == 0, "unmapped under a copy"
         self.mapped.pop(attachment.number, None)
 
-    async def copy(
-        self, transfer: Copy, pool: NDArray[np.uint8], is_stopped: Callable[[], bool]
-    ) -> NDArray[np.bool_]:
+    def begin(
+        self,
+        transfer: Copy,
+        pool: NDArray[np.uint8],
+        is_stopped: Callable[[], bool],
+        ended: Callable[[NDArray[np.bool_]], None],
+    ) -> None:
         assert transfer.layout.place is not None
         number = transfer.layout.place.attachment
         assert number in self.copies, "a copy of memory that is not mapped"
         if number not in self.mapped:
             raise EngineLostError("the copier has ended")
+        if is_stopped():
+            ended(np.zeros(len(transfer.blocks), np.bool_))
+            return
         self.copies[number] += 1
-        try:
-            with trio.CancelScope() as scope:
-                self.under_way.append(scope)
-                return await self._move(transfer, pool, is_stopped)
-            return np.zeros(len(transfer.blocks), np.bool_)
-        finally:
-            self.under_way.remove(scope)
-            self.copies[number] -= 1
+        self.nursery.start_soon(self._carry_out, number, transfer, pool, is_stopped, ended)
+
+    async def _carry_out(
+        self,
+        number: int,
+        transfer: Copy,
+        pool: NDArray[np.uint8],
+        is_stopped: Callable[[], bool],
+        ended: Callable[[NDArray[np.bool_]], None],
+    ) -> None:
+        arrived = np.zeros(len(transfer.blocks), np.bool_)
+        # Shielded: its process goes on while the daemon's tasks end.
+        with trio.CancelScope(shield=True), trio.CancelScope() as scope:
+            self.under_way.append(scope)
+            arrived = await self._move(transfer, pool, is_stopped)
+        self.under_way.remove(scope)
+        self.copies[number] -= 1
+        ended(arrived)
 
     async def _move(
         self, transfer: Copy, pool: NDArray[np.uint8], is_stopped: Callable[[], bool]

@@ -69,7 +69,7 @@ class World:
                 self.tiers.disks.append(DiskTier(disk, below, 0, 0))
         self.sessions = Sessions(store, 256, 10.0, self.memory.detach)
         self.saving, self.loading = (
-            Copying(name, self.memory, self.sessions, workers=2, queue_jobs_max=8)
+            Copying(name, self.memory, self.sessions, jobs_max=2, queue_jobs_max=8)
             for name in ("save", "load")
         )
         parts = (self.sessions, self.saving, self.loading, self.memory, self.tiers)

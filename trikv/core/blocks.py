@@ -24,7 +24,7 @@ bug of ours.
 
 import enum
 from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -160,25 +160,27 @@ class Blocks:
         entries = self._unused.take(len(slots))
         self._expect(entries, ABSENT)
         self._set_state(entries, FILLING)
-        self.space[entries] = space
-        self.slot[entries] = slots
-        self.depth[entries] = depths
-        self.wanted[entries] = _mask(rank_count)
-        self.claimed[entries] = 0
-        self.filled[entries] = 0
-        self.replica[entries] = False
-        self.below[entries] = False
-        self.generation[entries] += np.uint32(1)
+        rows = rows_of(entries)
+        self.space[rows] = space
+        self.slot[rows] = slots
+        self.depth[rows] = depths
+        self.wanted[rows] = _mask(rank_count)
+        self.claimed[rows] = 0
+        self.filled[rows] = 0
+        self.replica[rows] = False
+        self.below[rows] = False
+        self.generation[rows] += np.uint32(1)
         _add(self.used_by_space, space, len(entries))
         return entries
 
     def claim(self, entries: Entries, rank: int) -> None:
         """A copy of `rank`'s pages begins; the rank must not have claimed them before."""
         self._expect(entries, FILLING)
-        bit = np.uint64(1 << rank)
-        assert not bool((self.claimed[entries] & bit).any())
-        self.claimed[entries] |= bit
-        self.writers[entries] += 1
+        rows, bit = rows_of(entries), np.uint64(1 << rank)
+        claimed = self.claimed[rows]
+        assert not (claimed & bit).any()
+        self.claimed[rows] = claimed | bit
+        self.writers[rows] += 1
 
     def fill(self, entries: Entries, rank: int) -> tuple[Entries, Entries]:
         """A copy of `rank`'s pages has ended well.
@@ -187,12 +189,15 @@ class Blocks:
             (sealed, freed): rows that became visible, and doomed rows that nobody holds any more.
         """
         self._end_writes(entries)
-        is_live = self.state[entries] == FILLING
-        doomed, live = entries[~is_live], entries[is_live]
-        self.filled[live] |= np.uint64(1 << rank)
-        sealed = live[self.filled[live] == self.wanted[live]]
+        is_live = self.state[rows_of(entries)] == FILLING
+        doomed, live = _split(entries, is_live)
+        rows = rows_of(live)
+        filled = self.filled[rows] | np.uint64(1 << rank)
+        self.filled[rows] = filled
+        _, sealed = _split(live, filled == self.wanted[rows])
         self._set_state(sealed, SEALED)
-        self.evictable[sealed] = self.pins[sealed] == 0
+        rows = rows_of(sealed)
+        self.evictable[rows] = self.pins[rows] == 0
         return sealed, self._free_unheld(doomed)
 
     def claim_whole(self, entries: Entries) -> None:
@@ -288,8 +293,10 @@ class Blocks:
         assert self.used_by_space == dict(zip(spaces.tolist(), counts.tolist(), strict=True))
 
     def _end_writes(self, entries: Entries) -> None:
-        self.writers[entries] -= 1
-        assert not bool((self.writers[entries] < 0).any())
+        rows = rows_of(entries)
+        writers = self.writers[rows] - 1
+        assert len(writers) == 0 or writers.min() >= 0
+        self.writers[rows] = writers
 
     def _free_unheld(self, entries: Entries) -> Entries:
         if len(entries) == 0:
@@ -300,16 +307,16 @@ class Blocks:
         return free
 
     def _retire(self, entries: Entries) -> None:
-        self._tally(self.used_by_space, entries.astype(np.int64), -1)
+        self._tally(self.used_by_space, entries, -1)
         self._set_state(entries, ABSENT)
         self.evictable[entries] = False
         self._unused.give_back(entries)
 
-    def _set_state(self, rows: Entries, state: int) -> None:
-        if len(rows) == 0:
+    def _set_state(self, entries: Entries, state: int) -> None:
+        if len(entries) == 0:
             return
-        entries = rows.astype(np.int64)  # numpy scatters by int64 several times faster
-        before = self.state[entries]
+        rows = rows_of(entries)
+        before = self.state[rows]
         counts = np.bincount(before, minlength=4).tolist()
         for value, count in enumerate(counts):
             self.counts[value] -= count
@@ -318,28 +325,35 @@ class Blocks:
             gone = entries[before == SEALED]
             self._tally(self.sealed_by_space, gone, -1)
             for watcher in self.watchers:
-                watcher.unsealed(gone.astype(np.int32))
-        self.state[entries] = state
+                watcher.unsealed(gone)
+        self.state[rows] = state
         if state == SEALED:
             self._tally(self.sealed_by_space, entries, 1)
             for watcher in self.watchers:
-                watcher.sealed(entries.astype(np.int32))
+                watcher.sealed(entries)
 
-    def _tally(self, totals: dict[int, int], entries: NDArray[np.int64], sign: int) -> None:
+    def _tally(self, totals: dict[int, int], entries: Entries, sign: int) -> None:
         if len(entries) == 0:
             return
-        of = self.space[entries]
-        if bool((of == of[0]).all()):  # as nearly always
+        of = self.space[rows_of(entries)]
+        if is_all(of == of[0]):  # as nearly always
             _add(totals, of.item(0), sign * len(of))
             return
         spaces, counts = np.unique(of, return_counts=True)
         for space, count in zip(spaces.tolist(), counts.tolist(), strict=True):
             _add(totals, space, sign * count)
 
-    def _expect(self, entries: NDArray[Any], state: int) -> None:
-        if not is_all(self.state[entries] == state):
+    def _expect(self, entries: Entries, state: int) -> None:
+        if not is_all(self.state[rows_of(entries)] == state):
             found = set(self.state[entries].tolist())
             raise IllegalEventError(f"expected only {State(state).name} blocks, found {found}")
+
+
+def _split(entries: Entries, claims: NDArray[np.bool_]) -> tuple[Entries, Entries]:
+    """Those of which the claim does not hold, and those of which it does."""
+    if is_all(claims):  # as nearly always
+        return entries[:0], entries
+    return entries[~claims], entries[claims]
 
 
 def _add(totals: dict[int, int], space: int, count: int) -> None:

@@ -224,14 +224,14 @@ class Cache:
         """
         lease = self.leases.use(lease_id, instance, rank, now_s=now_s)
         if count < 1 or first + count > len(lease.entries):
-            raise BadRequestError(
-                f"blocks {first} to {first + count - 1} of a lease on {len(lease.entries)}"
-            )
+            held = len(lease.entries)
+            raise BadRequestError(f"blocks {first} to {first + count - 1} of a lease on {held}")
         entries = lease.entries[first : first + count]
-        self.blocks.pin(entries)
         over = self.leases.consumed(lease, rank)
-        if over is not None:
-            self.room.unpin(over)
+        if over is None or len(over) > count:  # else the lease's pins are this load's from now on
+            self.blocks.pin(entries)
+            if over is not None:
+                self.room.unpin(over)
         self.counters.load_total += 1
         return LoadPlan(self._begin(), entries, self.pages.offsets(self.blocks.slot[entries], rank))
 

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.rows import is_all
+from trikv.core.rows import is_all, rows_of
 from trikv.core.words import Entries, Names, SpaceId, Words
 
 ABSENT: Final = -1
@@ -83,23 +83,20 @@ class Index:
         Cost: 0.1 to 0.2 µs a key when memory is cold.
         """
         places = self._links.take(self._bucket_of(hashes[:, 0], self._salt(space)))
-        entries = np.subtract(places, self._buckets, dtype=np.int64)
-        found, wanted, rows = entries, hashes, np.arange(len(hashes))
-        while True:
-            over = _rows_equal(self._keys.take(entries, axis=0), wanted)
-            over |= entries == self.capacity
-            if over.all():
-                break
-            rest = np.flatnonzero(~over)
-            rows, places = rows.take(rest), self._links.take(places.take(rest))
-            entries = np.subtract(places, self._buckets, dtype=np.int64)
-            found[rows] = entries
-            wanted = hashes.take(rows, axis=0)
-        # The same hash in another space is as good as never in the same chain: look only now.
-        others = np.flatnonzero(self._spaces.take(found) != space + 1)
-        for row in others[found[others] < self.capacity]:
-            found[row] = self._find_one(space, hashes[row])
+        found = np.subtract(places, self._buckets, dtype=np.int64)
+        rows = (found != self.capacity).nonzero()[0]  # whose chains go on
+        while len(rows):
+            wanted = hashes if len(rows) == len(hashes) else hashes.take(rows, axis=0)
+            is_other = ~_rows_equal(self._keys.take(found.take(rows), axis=0), wanted)
+            rows = rows[is_other]
+            following = self._links.take(found.take(rows) + self._buckets)
+            found[rows] = np.subtract(following, self._buckets, dtype=np.int64)
+            rows = rows[following != self._end]
         found[found == self.capacity] = ABSENT
+        # The same hash in another space is as good as never in the same chain: look only now.
+        rows = (found >= 0).nonzero()[0]
+        for row in rows[self._spaces.take(found.take(rows)) != space + 1]:
+            found[row] = self._find_one(space, hashes[row])
         return found.astype(np.int32)
 
     def find_prefix(self, space: SpaceId, hashes: Words) -> Entries:
@@ -148,24 +145,34 @@ class Index:
             return
         assert len(hashes) == len(entries)
         assert space >= 0
-        rows = entries.astype(np.int64)  # numpy scatters by int64 several times faster
-        assert not self._spaces.take(rows).any()
+        rows = rows_of(entries)
+        assert not self._spaces[rows].any()
         self._spaces[rows] = space + 1
         self._keys[rows] = hashes
         buckets = self._bucket_of(hashes[:, 0], self._salt(space))
-        order = np.argsort(buckets, kind="stable")
-        buckets, places = buckets.take(order), rows.take(order) + self._buckets
-        marks = np.arange(len(rows), dtype=np.int32)
+        places = np.add(entries, self._buckets, dtype=np.int64)
+        marks = np.arange(len(places), dtype=np.int32)
         self._links[places] = marks
-        assert (self._links.take(places) == marks).all()  # an entry named twice would be a ring
+        assert is_all(self._links.take(places) == marks)  # an entry named twice would be a ring
         following = self._links.take(buckets)
-        shared = np.flatnonzero(buckets[1:] == buckets[:-1])  # they follow each other
-        following[shared] = places[shared + 1]
+        self._links[buckets] = places  # of those that share a bucket the last one stands
+        if not is_all(self._links.take(buckets) == places):
+            buckets, places, following = self._chain(buckets, places, following)
         self._links[places] = following
-        is_head = np.ones(len(rows), np.bool_)
+        self._count += len(places)
+
+    def _chain(
+        self, buckets: Places, places: Places, following: NDArray[np.int32]
+    ) -> tuple[Places, Places, NDArray[np.int32]]:
+        """Have new places that share a bucket follow each other; returns all in another order."""
+        order = buckets.argsort(kind="stable")
+        buckets, places, following = buckets[order], places[order], following[order]
+        shared = (buckets[1:] == buckets[:-1]).nonzero()[0]
+        following[shared] = places[shared + 1]
+        is_head = np.ones(len(places), np.bool_)
         is_head[shared + 1] = False
         self._links[buckets[is_head]] = places[is_head]
-        self._count += len(rows)
+        return buckets, places, following
 
     def remove(self, entries: Entries) -> None:
         """Forget the keys of entries, which may be used again at once.
@@ -190,7 +197,7 @@ class Index:
             following = self._links.take(places)
             unused = self._spaces.take(places - self._buckets) == 0
             self._links[kept[unused]] = following[unused]
-            rest = np.flatnonzero(following != self._end)
+            rest = (following != self._end).nonzero()[0]
             kept = np.where(unused, kept, places).take(rest)
             places = following.take(rest).astype(np.int64)
         self._count -= len(rows)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from trikv.core.banks import ANY_BANK
 from trikv.core.errors import BadRequestError
+from trikv.core.rows import is_all
 
 ADDRESS_MAX = 1 << 63
 
@@ -108,6 +109,17 @@ class GroupLayout:
         """
         if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < self.block_count:
             raise BadRequestError(f"block ids must lie in 0 to {self.block_count - 1}")
+
+    def check_targets(self, blocks: NDArray[np.int32]) -> None:
+        """As `check_blocks`; each may stand there once.
+
+        Raises:
+            BadRequestError: an id is out of bounds, or there twice.
+        """
+        ids = np.sort(blocks)
+        self.check_blocks(ids[:: max(1, len(ids) - 1)])  # the first and the last
+        if not is_all(ids[1:] != ids[:-1]):
+            raise BadRequestError("an engine block stands twice in one load")
 
     def addresses(self, blocks: NDArray[np.int32]) -> NDArray[np.uint64]:
         """Address of each piece of each block, shape (blocks, pieces), in page order."""

@@ -171,7 +171,7 @@ class Pages:
         is_near = near != ANY_BANK and self.banks.is_split
         slabs = self._near_first(shape, count, near) if is_near else self._slabs_for(shape, count)
         taken = cut.taken.reshape(-1, cut.slots_per_slab).take(slabs, axis=0)
-        found = np.flatnonzero(~taken)[:count]
+        found = (~taken).ravel().nonzero()[0][:count]
         rows = found // cut.slots_per_slab
         chosen, positions = slabs.take(rows), found - rows * cut.slots_per_slab
         assert len(found) == count
@@ -223,9 +223,10 @@ class Pages:
             assert is_all(cut.taken.take(indices))
             cut.taken[indices] = False
             cut.owner[indices] = 0
-            starts = np.flatnonzero(slabs[1:] != slabs[:-1]) + 1
-            touched = slabs.take(np.append(0, starts))
-            cut.free[touched] += np.diff(starts, prepend=0, append=len(slabs))
+            changes = (slabs[1:] != slabs[:-1]).nonzero()[0] + 1
+            bounds = np.concatenate(((0,), changes, (len(slabs),)))
+            touched = slabs.take(bounds[:-1])
+            cut.free[touched] += bounds[1:] - bounds[:-1]
             self._used_slots[shape] -= len(slabs)
             self._give_back(shape, touched[cut.free.take(touched) == cut.slots_per_slab])
 

@@ -202,8 +202,8 @@ class Room:
         evictable, freed = self._blocks.unpin(entries)
         self.free(freed)
         if len(evictable):
-            slabs = self._pages.slab_of(self._blocks.slot[evictable[:1]])
-            self._order_of_slab(slabs.item()).unpark(evictable)
+            slot = self._blocks.slot.item(evictable.item(0))
+            self._order_of_slab(slot // self._pages.slots_per_slab_max).unpark(evictable)
 
     def touch(self, shape: ShapeId, entries: Entries, *, is_use: bool = False) -> None:
         """Sealed blocks, root first, were used or are new: they are the last to go.

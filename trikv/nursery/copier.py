@@ -57,10 +57,10 @@ class _Pending:
     """A copy that a copier has been asked for."""
 
     direction: Direction
+    block_count: int
     is_stopped: Callable[[], bool]
-    arrived: NDArray[np.bool_]
+    ended: Callable[[NDArray[np.bool_]], None]
     is_told: bool = False  # the copier knows that it is stopped
-    ended: trio.Event = field(default_factory=trio.Event)
 
 
 @dataclass(slots=True, eq=False)
@@ -201,12 +201,20 @@ class Copier:
         if self._mappings.pop(number, None) is not None and not self.end:
             self._control.post(pack(Kind.DETACH, number))
 
-    async def copy(
-        self, number: int, order: CopyOrder, is_stopped: Callable[[], bool]
-    ) -> NDArray[np.bool_]:
-        """Move bytes; returns which blocks are whole, when none moves any more.
+    def begin(
+        self,
+        number: int,
+        order: CopyOrder,
+        is_stopped: Callable[[], bool],
+        ended: Callable[[NDArray[np.bool_]], None],
+    ) -> None:
+        """Have bytes moved.
 
-        Cancellation: none; `is_stopped` ends it early.
+        Args:
+            number: of the copy.
+            order: what to move.
+            is_stopped: asked every `STOP_POLL_S`; the copy ends early once it says so.
+            ended: called once, maybe at once, with what is whole, when no byte moves any more.
 
         Raises:
             EngineLostError: the copier has ended; nothing has moved.
@@ -214,17 +222,14 @@ class Copier:
         if self.end:
             raise EngineLostError(f"GPU {self.uuid}: {self.end}")
         if is_stopped():
-            return np.zeros(len(order.blocks), np.bool_)
+            ended(np.zeros(len(order.blocks), np.bool_))
+            return
         if not any(one.direction is order.direction for one in self._pending.values()):
             self._heard_s[order.direction] = trio.current_time()
         way = self._ways[order.direction]
-        pending = _Pending(order.direction, is_stopped, np.zeros(len(order.blocks), np.bool_))
-        self._pending[number] = pending
+        self._pending[number] = _Pending(order.direction, len(order.blocks), is_stopped, ended)
         way.post(pack(Kind.COPY, number, pack_copy(order)))
         self._has_copies.set()
-        with trio.CancelScope(shield=True):
-            await pending.ended.wait()
-        return pending.arrived
 
     # -- its life
 
@@ -248,9 +253,9 @@ class Copier:
         self._heard_s[direction] = trio.current_time()
         if kind is Kind.ENDED:
             pending = self._pending.pop(number)
-            pending.arrived, took_s = read_ended(body)
+            arrived, took_s = read_ended(body)
             self.copied_s[direction] += took_s
-            pending.ended.set()
+            pending.ended(arrived)
         elif kind is not Kind.ALIVE:
             raise AssertionError(f"a copier does not send {kind.name} here")
 
@@ -337,9 +342,13 @@ class Copier:
         self.end = self.end or (f"ended by signal {-code}" if code < 0 else f"ended with {code}")
         self.dead.set()
         os.close(self._pidfd)
-        for pending in self._pending.values():
-            pending.ended.set()
-        self._pending.clear()
+        pending, self._pending = self._pending, {}
+        with contextlib.ExitStack() as ends:  # all of them, even if one's end should raise
+            for one in pending.values():
+                ends.callback(one.ended, np.zeros(one.block_count, np.bool_))
+            ends.callback(self._lose_mappings)  # first of all
+
+    def _lose_mappings(self) -> None:
         for mapping in list(self._mappings.values()):
             if mapping.answered.is_set():
                 mapping.on_lost("the GPU's copier has ended")

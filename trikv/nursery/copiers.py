@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from trikv.core.banks import ANY_BANK
 from trikv.core.calls import Register
 from trikv.core.errors import BadRequestError, NotReadyError, OverloadedError
+from trikv.core.layout import Place
 from trikv.nursery.copier import Copier
 from trikv.nursery.sessions import Attachment
 from trikv.tiers.copies import Copy
@@ -121,10 +122,14 @@ class Copiers:
         """Have it unmapped; see `Memory`."""
         self._by_attachment.pop(attachment.number).detach(attachment.number)
 
-    async def copy(self, copy: Copy, is_stopped: Callable[[], bool]) -> NDArray[np.bool_]:
-        """Move bytes; see `Memory`."""
-        place = copy.layout.place
-        assert place is not None
+    def begin(
+        self,
+        copy: Copy,
+        place: Place,
+        is_stopped: Callable[[], bool],
+        ended: Callable[[NDArray[np.bool_]], None],
+    ) -> None:
+        """Have bytes moved; see `Memory`."""
         order = CopyOrder(
             place.attachment,
             place.group,
@@ -136,7 +141,7 @@ class Copiers:
             copy.value,
         )
         copier = self._by_attachment[place.attachment]
-        return await copier.copy(next(self._numbers), order, is_stopped)
+        copier.begin(next(self._numbers), order, is_stopped, ended)
 
     def end_count(self, uuid: str) -> int:
         """How often a copier of this GPU has ended."""

@@ -13,7 +13,7 @@ from trikv.core.calls import Register
 from trikv.nursery.copiers import Copiers
 from trikv.nursery.sessions import Attachment
 from trikv.tiers.copies import Copy, Process
-from trikv.tiers.hostmem import HostMemory
+from trikv.tiers.hostmem import HostMemory, read_word
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,25 @@ class Memories:
     host: HostMemory
     copiers: Copiers
 
+    def begin(
+        self,
+        copy: Copy,
+        is_stopped: Callable[[], bool],
+        ended: Callable[[NDArray[np.bool_]], None],
+    ) -> bool:
+        """See `Memory`: what is on a GPU is its copier's."""
+        if copy.layout.place is None:
+            return False
+        self.copiers.begin(copy, copy.layout.place, is_stopped, ended)
+        return True
+
     async def copy(self, copy: Copy, is_stopped: Callable[[], bool]) -> NDArray[np.bool_]:
         """See `Memory`."""
-        way = self.host if copy.layout.place is None else self.copiers
-        return await way.copy(copy, is_stopped)
+        return await self.host.copy(copy, is_stopped)
 
-    async def read_word(self, process: Process, address: int) -> int | None:
-        """See `Memory`."""
-        return await self.host.read_word(process, address)
+    def read_word(self, process: Process, address: int) -> int | None:
+        """See `Memory`; takes microseconds, so no thread."""
+        return read_word(process, address)
 
     async def attach(self, call: Register, on_lost: Callable[[str], None]) -> Attachment | None:
         """See `Memory`."""

@@ -11,10 +11,12 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import structlog
+from numpy.typing import NDArray
 
 from trikv import __version__, wire
-from trikv.core.calls import Answer
+from trikv.core.calls import Answer, Saved
 from trikv.core.errors import KvError, UnsupportedVersionError
 from trikv.nursery.service import Service
 from trikv.nursery.sessions import Session
@@ -22,7 +24,7 @@ from trikv.nursery.status import Facts, write_status
 from trikv.process.accepting import Connection
 from trikv.process.callers import peer_pid, watched
 from trikv.process.edges import read
-from trikv.process.guards import at_once, fatal
+from trikv.process.guards import End, at_once, fatal, later
 from trikv.process.guest import Guest
 from trikv.tiers.copies import Process
 
@@ -157,32 +159,43 @@ class SessionServant(wire.SCHEMA.Session.Server):
         ok.comingSeconds = answer.coming_s
         self.connection.loop.call_soon(self.connection.settle)  # once this is answered
 
-    @fatal
-    async def save_context(self, context: Any) -> None:
+    @later
+    def save_context(self, context: Any, end: End) -> None:
         """See the schema."""
         reply = context.results.init("reply")
+
+        def write(saved: Saved) -> None:
+            ok = reply.init("ok")
+            ok.savedCount = saved.saved_count
+            ok.presentCount = saved.present_count
+            ok.refusedCount = saved.refused_count
+
         try:
             call = read(wire.read_save, context.params.save)
-            saved = await self.connection.guest.run(self._service.save, self._session, call)
+            self._service.save(self._session, call, functools.partial(end, write))
         except KvError as error:
-            return self.connection.refuse(reply, error)
-        ok = reply.init("ok")
-        ok.savedCount = saved.saved_count
-        ok.presentCount = saved.present_count
-        ok.refusedCount = saved.refused_count
-        return None
+            end(self.connection.refuse, reply, error)
+        self.connection.guest.kick()
 
-    @fatal
-    async def load_context(self, context: Any) -> None:
+    @later
+    def load_context(self, context: Any, end: End) -> None:
         """See the schema."""
         reply = context.results.init("reply")
+
+        def write(failed: NDArray[np.int32] | KvError) -> None:
+            if isinstance(failed, KvError):
+                return self.connection.refuse(reply, failed)
+            ok = reply.init("ok")
+            if len(failed):
+                ok.failed = wire.array_to_ids(failed)
+            return None
+
         try:
             call = read(wire.read_load, context.params.load)
-            failed = await self.connection.guest.run(self._service.load, self._session, call)
+            self._service.load(self._session, call, functools.partial(end, write))
         except KvError as error:
-            return self.connection.refuse(reply, error)
-        reply.init("ok").failed = wire.array_to_ids(failed)
-        return None
+            end(self.connection.refuse, reply, error)
+        self.connection.guest.kick()
 
     @at_once
     def start_context(self, context: Any) -> None:

@@ -135,9 +135,9 @@ def build(settings: Settings, opened: Opened, guard: FreezeGuard | None) -> Daem
     sessions = Sessions(
         store, 4 * settings.max_engines + 64, settings.heartbeat_seconds, memory.detach
     )
-    workers, jobs = COPIES_MAX, QUEUE_JOBS_MAX
-    saving = Copying("save", memory, sessions, workers=workers, queue_jobs_max=jobs)
-    loading = Copying("load", memory, sessions, workers=workers, queue_jobs_max=jobs, guard=guard)
+    jobs, queued = COPIES_MAX, QUEUE_JOBS_MAX
+    saving = Copying("save", memory, sessions, jobs_max=jobs, queue_jobs_max=queued)
+    loading = Copying("load", memory, sessions, jobs_max=jobs, queue_jobs_max=queued, guard=guard)
     tiers = Tiers(store, below, peering=peering) if below is not None else None
     service = Service(store, sessions, saving, loading, memory, tiers)
     facts = Facts(epoch, 0.0, pool.backing, copiers, tiers)
@@ -203,6 +203,8 @@ async def run_tasks(
                 if daemon.service.tiers is not None:
                     daemon.service.tiers.close_calls(deadline_s)
                 calls.cancel_scope.deadline = deadline_s
+                calls.start_soon(daemon.service.saving.drain)
+                calls.start_soon(daemon.service.loading.drain)
                 copies.start_soon(stop_copies, daemon.service, deadline_s)
             copies.cancel_scope.cancel()
         back.cancel_scope.cancel()

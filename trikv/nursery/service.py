@@ -104,10 +104,17 @@ class Service:
         await self.tiers.wait(session.instance, call)
         return self.query(session, call)
 
-    async def save(self, session: Session, call: Save) -> Saved:
-        """Returns when no byte of the blocks will be read any more.
+    def save(self, session: Session, call: Save, answer: Callable[[Saved], None]) -> None:
+        """Begin to copy blocks out of an engine.
 
-        Cancellation: none; what stops the copy ends the call.
+        Args:
+            session: whose.
+            call: what.
+            answer: called once, maybe at once, when no byte of the blocks will be read any more;
+                also when the daemon ends.
+
+        Raises:
+            KvError: refused, nothing is begun and nothing will be answered.
         """
         self.sessions.use(session)
         self.saving.check_room(session)
@@ -116,32 +123,46 @@ class Service:
         plan, layout = self.store.prepare_save(session.id, session.instance, call)
         if len(plan.entries) == 0:
             self.store.complete_save(plan, np.empty(0, np.bool_), layout)
-            return Saved(0, plan.present_count, plan.refused_count)
-        job = self._start(
+            answer(Saved(0, plan.present_count, plan.refused_count))
+            return
+
+        def tell(copied: NDArray[np.bool_]) -> None:
+            saved = int(np.count_nonzero(copied))
+            if self.tiers is not None:
+                self.tiers.spilling.ring()
+            lost = len(plan.entries) - saved
+            answer(Saved(saved, plan.present_count, plan.refused_count + lost))
+
+        self._start(
             self.saving,
             session,
             (layout, call.blocks[plan.positions], plan.offsets, call.event),
             lambda copied: self.store.complete_save(plan, copied, layout),
             fence=fence,
-        )
-        await _ended(job)
-        saved = int(job.arrived.sum())
-        if self.tiers is not None:
-            self.tiers.spilling.ring()
-        return Saved(saved, plan.present_count, plan.refused_count + len(plan.entries) - saved)
+        ).then(tell)
 
-    async def load(self, session: Session, call: Load) -> NDArray[np.int32]:
-        """Returns positions of blocks that did not arrive, when no byte will be written any more.
+    def load(
+        self, session: Session, call: Load, answer: Callable[[NDArray[np.int32] | KvError], None]
+    ) -> None:
+        """Begin to copy leased blocks into an engine.
 
-        Cancellation: none; what stops the copy ends the call.
+        Args:
+            session: whose.
+            call: what.
+            answer: called once, maybe at once, with the positions of blocks that did not arrive,
+                or a refusal, when no byte will be written any more; also when the daemon ends.
+
+        Raises:
+            KvError: refused, nothing is begun and nothing will be answered.
         """
         self.sessions.use(session)
         begun = session.begun.pop((call.rank, call.lease), None)
         job = begun if begun is not None else self._start_load(session, call)
-        await _ended(job)
-        if not np.array_equal(job.copy.blocks, call.blocks):
-            raise BadRequestError("a load of this lease into other blocks was started")
-        return np.flatnonzero(~job.arrived).astype(np.int32)
+        if begun is None or np.array_equal(job.copy.blocks, call.blocks):
+            job.then(lambda copied: answer(missing_of(copied)))
+            return
+        refusal = BadRequestError("a load of this lease into other blocks was started")
+        job.then(lambda _: answer(refusal))
 
     def start(self, session: Session, call: Start) -> None:
         """Begin a load of all ranks before they ask; what cannot begin is left to their calls."""
@@ -228,9 +249,14 @@ class Service:
         layout, blocks, offsets, event = what
         into_engine = copying is self.loading
         copy = Copy(session.process, layout, blocks, offsets, into_engine, event, *signal)
-        job = Job(session, copy, len(blocks), complete, fence, stop_s)
+        job = Job(session, copy, complete, fence, stop_s)
         copying.start(job)
         return job
+
+
+def missing_of(copied: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Positions of what has not arrived."""
+    return (~copied).nonzero()[0].astype(np.int32)
 
 
 def _check_first(session: Session, call: Register) -> None:
@@ -247,15 +273,6 @@ def _check_event(session: Session, call: Save | Load) -> None:
     signal_count = 0 if attachment is None else attachment.signal_count
     if isinstance(call, Load) and call.signal > signal_count:
         raise BadRequestError(f"signal {call.signal} of {signal_count}")
-
-
-async def _ended(job: Job) -> None:
-    """Wait for a copy to end, whatever becomes of the call: its answer says what is over.
-
-    Cancellation: none; a session or direction that ends stops its copies at their next step.
-    """
-    with trio.CancelScope(shield=True):
-        await job.ended.wait()
 
 
 async def sweep(

@@ -275,7 +275,9 @@ class Store:
 
     def complete_save(self, plan: SavePlan, copied: NDArray[np.bool_], layout: GroupLayout) -> None:
         """The copy has ended."""
-        self.cache.complete_save(plan, copied, copied_bytes=int(copied.sum()) * layout.page_bytes)
+        self.cache.complete_save(
+            plan, copied, copied_bytes=int(np.count_nonzero(copied)) * layout.page_bytes
+        )
         self.cache.counters.save_far_bytes_total += self._far_bytes(plan.offsets[copied], layout)
 
     def prepare_load(
@@ -290,9 +292,7 @@ class Store:
         lease = self.cache.leases.use(call.lease, instance.name, call.rank, now_s=self.now_s())
         group = self._group_of(instance, lease.space)
         layout = self._layout(session, name, call.rank, group)
-        layout.check_blocks(call.blocks)
-        if len(np.unique(call.blocks)) < len(call.blocks):
-            raise BadRequestError("an engine block stands twice in one load")
+        layout.check_targets(call.blocks)
         plan = self.cache.prepare_load(
             call.lease, instance.name, call.rank, call.first, len(call.blocks), now_s=self.now_s()
         )
@@ -300,7 +300,7 @@ class Store:
 
     def complete_load(self, plan: LoadPlan, copied: NDArray[np.bool_], layout: GroupLayout) -> None:
         """The copy has ended."""
-        count = int(copied.sum())
+        count = int(np.count_nonzero(copied))
         self.cache.complete_load(plan, copied_count=count, copied_bytes=count * layout.page_bytes)
         self.cache.counters.load_far_bytes_total += self._far_bytes(plan.offsets[copied], layout)
 

@@ -6,13 +6,21 @@ ended. This file does not know the methods.
 
 import functools
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
 import capnp
 
 from trikv.core.counters import BROKEN
 from trikv.core.errors import KvError
-from trikv.streams import Answered
+from trikv.streams import Answered, Later
+
+
+class End(Protocol):
+    """Ends a call that waits; called once."""
+
+    def __call__(self, write: Callable[..., None], *args: Any) -> None:
+        """Write the answer by `write(*args)`, unless nobody waits for it any more."""
+        ...
 
 
 def fatal(method: Callable[[Any, Any], Awaitable[None]]) -> Callable[[Any, Any], Awaitable[None]]:
@@ -40,21 +48,53 @@ def at_once(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], Answered
 
     @functools.wraps(method)
     def guarded(servant: Any, context: Any) -> Answered:
-        try:
-            method(servant, context)
-            servant.connection.count(name)
-        except (KvError, capnp.KjException) as error:
-            servant.connection.calls.note(name, getattr(error, "code", BROKEN))
-            raise
-        except Exception as error:
-            servant.connection.guest.fail(error)
-            raise
+        _guard(servant, name, method, servant, context)
         return Answered()
 
     return guarded
 
 
-def _name(method: Callable[[Any, Any], Any]) -> str:
+def later(method: Callable[[Any, Any, End], None]) -> Callable[[Any, Any], Later]:
+    """A method that waits, but in no task: what it has begun ends it, in a plain call."""
+    name = _name(method)
+
+    @functools.wraps(method)
+    def guarded(servant: Any, context: Any) -> Later:
+        call = Later()
+
+        def end(write: Callable[..., None], *args: Any) -> None:
+            if call.done():  # cancelled
+                return
+            try:
+                _guard(servant, name, write, *args)
+            except Exception as error:  # noqa: BLE001  # noted; pycapnp tells the caller
+                call.end(error)
+            else:
+                call.end()
+
+        try:
+            method(servant, context, end)
+        except Exception as error:
+            servant.connection.guest.fail(error)
+            raise
+        return call
+
+    return guarded
+
+
+def _guard(servant: Any, name: str, work: Callable[..., None], *args: Any) -> None:
+    try:
+        work(*args)
+        servant.connection.count(name)
+    except (KvError, capnp.KjException) as error:
+        servant.connection.calls.note(name, getattr(error, "code", BROKEN))
+        raise
+    except Exception as error:
+        servant.connection.guest.fail(error)
+        raise
+
+
+def _name(method: Callable[..., Any]) -> str:
     """As the schema calls it; a method may be in two parts."""
     name = method.__name__.removesuffix("_context").lstrip("_")
     return name.removesuffix("_at_once").removesuffix("_late")

@@ -16,6 +16,7 @@ import outcome
 import trio
 
 from trikv.core.errors import ShuttingDownError
+from trikv.streams import Loop
 
 T = TypeVar("T")
 TURNS_MAX = 16
@@ -35,7 +36,8 @@ class Host:
 
     Trio's guest mode hands each wait to a helper thread and takes a turn of the host's loop for
     each of its own: 200 µs and more for a call that waits. Here asyncio watches Trio's epoll, and
-    Trio's turns follow each other at once, `TURNS_MAX` of them before asyncio has its own again.
+    Trio's turns follow each other at once, `TURNS_MAX` of them before asyncio has its own again; or
+    until there is an answer to be sent, which is not to wait for what else Trio has to do.
 
     The thread is avoided by replacing the one function of Trio by which it asks for it; where that
     is not found as it was in Trio 0.27 to 0.35, the thread stays.
@@ -89,13 +91,16 @@ class Host:
                 if not self._turns:
                     return
                 self._turns.popleft()()
+                if isinstance(self._loop, Loop) and self._loop.has_soon:
+                    break
         except Exception as error:  # noqa: BLE001  # whatever it is, there is no next turn
             self._turns.clear()
             self._crashed(error)
         finally:
             self._is_turning = False
         if self._turns:
-            self._loop.call_soon(self._turn)
+            call = self._loop.call_last if isinstance(self._loop, Loop) else self._loop.call_soon
+            call(self._turn)
 
     def _wait(
         self,
@@ -119,10 +124,17 @@ class Host:
             deliver(outcome.capture(manager.get_events, 0))
 
         self._end_wait = end
-        timer = self._loop.call_later(known["timeout"], end)
+        timer = self._loop.call_later(known["timeout"], self._run_on, end)
         if descriptor != self._watched:
             self._watched = descriptor
-            self._loop.add_reader(descriptor, self.kick)
+            self._loop.add_reader(descriptor, self._run_on, self.kick)
+
+    def _run_on(self, work: Callable[[], None]) -> None:
+        """Run what an event has caused; on our loop with all that it wants to be run soon."""
+        if isinstance(self._loop, Loop):
+            self._loop.run_on(work)
+        else:
+            work()
 
 
 class Guest:

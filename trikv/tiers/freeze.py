@@ -49,6 +49,7 @@ class FreezeGuard:
     """
 
     def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
         self._limit = _TimerSpec(0, 0, int(limit_s), int(limit_s % 1 * 1e9))
         self._timer = ctypes.c_void_p()
 

@@ -44,6 +44,12 @@ for _function in (_LIBC.process_vm_readv, _LIBC.process_vm_writev):
     )
 
 
+class _Piece(ctypes.Structure):
+    """`struct iovec`."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("bytes", ctypes.c_size_t))
+
+
 class HeldProcess:
     """One engine process, held by a descriptor so that its number cannot come to mean another.
 
@@ -157,14 +163,12 @@ def _call(
 
 def read_word(process: Process, address: int) -> int | None:
     """One uint64 of the engine's memory, or None when it cannot be read."""
-    value = np.zeros(1, np.uint64)
-    local = np.array([[value.ctypes.data, value.nbytes]], np.uint64)
-    remote = np.array([[address, value.nbytes]], np.uint64)
-    try:
-        got = _call(process.pid, local, remote, into_engine=False)
-    except (ForbiddenError, EngineLostError, OverloadedError):
-        return None
-    return int(value[0]) if got == value.nbytes else None
+    value = ctypes.c_uint64()
+    size = ctypes.sizeof(value)
+    local, remote = _Piece(ctypes.addressof(value), size), _Piece(address, size)
+    here, there = ctypes.byref(local), ctypes.byref(remote)
+    got = _LIBC.process_vm_readv(process.pid, here, 1, there, 1, 0)
+    return value.value if got == size else None
 
 
 class HostMemory:
@@ -193,7 +197,3 @@ class HostMemory:
             if str(error) != NO_THREAD:
                 raise
             raise OverloadedError("no thread could be started for a copy") from error
-
-    async def read_word(self, process: Process, address: int) -> int | None:
-        """One uint64 of the engine's memory, or None; takes microseconds, so no thread."""
-        return read_word(process, address)
