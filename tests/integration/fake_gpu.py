@@ -20,7 +20,9 @@ from trikv.tiers.copier import AttachError, serve
 from trikv.tiers.frames import AttachOrder, CopyOrder, Direction, pack_facts
 
 CONTROL_BYTES = 4096
-PAUSE_MS, HANG, BREAK, EARLY, NODE = range(5)  # bytes of the control; NODE: one more than it
+PAUSE_MS, HANG, BREAK, EARLY, NODE, REHEARSALS = range(
+    6
+)  # bytes of the control; NODE: one more than it
 CHUNK_BYTES = 16 << 10
 CHUNKS_MAX = 3
 
@@ -71,6 +73,9 @@ class FakeLane:
     control: mmap.mmap
     into_engine: bool
     chunks: deque[Callable[[], None]] = field(default_factory=deque)
+
+    def rehearse(self) -> None:
+        self.control[REHEARSALS] = min(255, self.control[REHEARSALS] + 1)
 
     def chunk_bytes(self, _mapped: Any, _group: int) -> int:
         return CHUNK_BYTES

@@ -25,13 +25,14 @@ _TOOK: Final = struct.Struct("<d")
 class Kind(enum.IntEnum):
     """What a frame says; its number names an attachment or a copy.
 
-    Over the control socket all but COPY, STOP, ENDED and ALIVE, which have one a direction.
+    Over the control socket all but COPY, STOP, SOON, ENDED and ALIVE, which have one a direction.
     """
 
     ATTACH = 1  # to the copier: map this memory; answered by MAPPED or REFUSED
     DETACH = 2  # unmap it; its copies have ended
     COPY = 3  # answered by ENDED
     STOP = 4  # start no more of this copy
+    SOON = 5  # a copy is about to come
     READY = 10  # from the copier: the GPU is open (facts)
     MAPPED = 11
     REFUSED = 12  # why, as a text
