@@ -81,6 +81,10 @@ class NoMemory:
         """Process memory."""
         return None
 
+    def expect(self, attachment: Attachment, *, into_engine: bool) -> None:
+        """See `Memory`."""
+        del attachment, into_engine
+
     def detach(self, attachment: Attachment) -> None:
         """There is none."""
 

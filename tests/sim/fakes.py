@@ -104,6 +104,9 @@ class FakeMemory:
     async def attach(self, call: Register, on_lost: Callable[[str], None]) -> Attachment | None:
         return None if call.gpu is None else await self.copiers.attach(on_lost)
 
+    def expect(self, attachment: Attachment, *, into_engine: bool) -> None:
+        del attachment, into_engine
+
     def detach(self, attachment: Attachment) -> None:
         self.copiers.detach(attachment)
 
@@ -154,6 +157,9 @@ class FakeCopiers:
         number = next(self._numbers)
         self.mapped[number], self.copies[number] = on_lost, 0
         return Attachment(number, 0, 1)
+
+    def expect(self, attachment: Attachment, *, into_engine: bool) -> None:
+        del attachment, into_engine
 
     def detach(self, attachment: Attachment) -> None:
         assert self.copies.pop(attachment.number) == 0, "unmapped under a copy"

@@ -101,6 +101,12 @@ class _Channel:
             self._left.append(frame)
             self._has_left.set()
 
+    def hint(self, frame: bytes) -> None:
+        """Send a frame that may be lost: not to one that does not read."""
+        if not self._left:
+            with contextlib.suppress(OSError):  # of a few bytes all are taken or none
+                self._sock.send(frame)
+
     async def write(self) -> None:
         """Send what the socket did not take at once; runs until cancelled."""
         with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
@@ -200,6 +206,11 @@ class Copier:
         """Have memory unmapped that was or may have been mapped; its copies have ended."""
         if self._mappings.pop(number, None) is not None and not self.end:
             self._control.post(pack(Kind.DETACH, number))
+
+    def expect(self, direction: Direction) -> None:
+        """A copy is about to come: to one that sleeps, so that its thread is awake by then."""
+        if not self.end and not any(one.direction is direction for one in self._pending.values()):
+            self._ways[direction].hint(pack(Kind.SOON, 0))
 
     def begin(
         self,

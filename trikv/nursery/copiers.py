@@ -122,6 +122,11 @@ class Copiers:
         """Have it unmapped; see `Memory`."""
         self._by_attachment.pop(attachment.number).detach(attachment.number)
 
+    def expect(self, attachment: Attachment, *, into_engine: bool) -> None:
+        """A copy is about to come; see `Memory`."""
+        way = Direction.LOAD if into_engine else Direction.SAVE
+        self._by_attachment[attachment.number].expect(way)
+
     def begin(
         self,
         copy: Copy,

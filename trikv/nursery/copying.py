@@ -89,6 +89,10 @@ class Memory(Protocol):
         """Unmap; the rank's copies have ended."""
         ...
 
+    def expect(self, attachment: Attachment, *, into_engine: bool) -> None:
+        """A copy of this memory is about to come, most likely."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class Job:

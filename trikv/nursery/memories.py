@@ -50,3 +50,7 @@ class Memories:
     def detach(self, attachment: Attachment) -> None:
         """See `Memory`."""
         self.copiers.detach(attachment)
+
+    def expect(self, attachment: Attachment, *, into_engine: bool) -> None:
+        """See `Memory`."""
+        self.copiers.expect(attachment, into_engine=into_engine)

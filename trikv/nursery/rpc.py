@@ -157,7 +157,12 @@ class SessionServant(wire.SCHEMA.Session.Server):
         ok.leaseSeconds = answer.lease_s
         ok.comingCount = answer.coming_count
         ok.comingSeconds = answer.coming_s
-        self.connection.loop.call_soon(self.connection.settle)  # once this is answered
+        self.connection.loop.call_soon(self._settle, answer.lease)  # once this is answered
+
+    def _settle(self, lease: int) -> None:
+        if lease:
+            self._service.expect_load(self._session)
+        self.connection.settle()
 
     @later
     def save_context(self, context: Any, end: End) -> None:

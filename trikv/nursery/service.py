@@ -120,6 +120,9 @@ class Service:
         self.saving.check_room(session)
         fence = self._fence(session, call)
         _check_event(session, call)
+        mapped = session.attachments.get(call.rank)
+        if mapped is not None:
+            self.memory.expect(mapped, into_engine=False)
         plan, layout = self.store.prepare_save(session.id, session.instance, call)
         if len(plan.entries) == 0:
             self.store.complete_save(plan, np.empty(0, np.bool_), layout)
@@ -163,6 +166,16 @@ class Service:
             return
         refusal = BadRequestError("a load of this lease into other blocks was started")
         job.then(lambda _: answer(refusal))
+
+    def expect_load(self, session: Session) -> None:
+        """What a query found will be loaded in a moment, most likely: copiers may get ready."""
+        name = session.instance
+        instance = self.store.engines.by_name.get(name) if name is not None else None
+        for rank, facts in instance.ranks.items() if instance is not None else ():
+            theirs = self.sessions.open_sessions.get(facts.session)
+            mapped = theirs.attachments.get(rank) if theirs is not None else None
+            if mapped is not None:
+                self.memory.expect(mapped, into_engine=True)
 
     def start(self, session: Session, call: Start) -> None:
         """Begin a load of all ranks before they ask; what cannot begin is left to their calls."""
