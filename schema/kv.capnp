@@ -400,6 +400,8 @@ struct EngineStatus {
   ranksRegistered @3 :UInt16;
   pids @4 :List(Int32);
   state @5 :Text;                   # ready, or what is missing
+  pageCounts @6 :List(UInt16);
+  # A group: pages of a block. Less than `rankCount` where ranks hold the same bytes; empty until ready.
 }
 
 # -- Between nodes
