@@ -1,13 +1,24 @@
-"""Engines of several ranks on the real daemon: heads apart, or the same bytes on all of them."""
+"""Engines of several ranks on the real daemon: heads apart, or the same bytes on all of them.
+
+With each vLLM: versions say otherwise which ranks hold the same.
+"""
 
 import time
 from typing import Any
 
+from tests.connector.daemons import RealDaemon
 from tests.connector.rig import Rig
 from tests.connector.world import PROMPT, World, scenario
 
 BLOCKS = len(PROMPT) // 16
 PAGE = 4096  # a rank's part of a block, rounded up
+
+
+def serve_for_real(world: World) -> None:
+    """Put a real daemon in the place of the world's own."""
+    world.daemon.kill()
+    world.daemon.path.unlink(missing_ok=True)
+    world.daemon = RealDaemon(world.folder)
 
 
 def pool(world: World) -> dict[str, Any]:
@@ -48,6 +59,7 @@ def ended(world: World, rig: Rig) -> None:
 
 @scenario
 def ranks_with_heads_apart(world: World) -> dict[str, Any]:
+    serve_for_real(world)
     output = computed_once(world, BLOCKS, ranks=2)
     assert pool(world)["usedBytes"] == BLOCKS * 2 * PAGE
     found(world, output, 96, ranks=2)
@@ -57,6 +69,7 @@ def ranks_with_heads_apart(world: World) -> dict[str, Any]:
 
 @scenario
 def two_ranks_that_hold_the_same(world: World) -> dict[str, Any]:
+    serve_for_real(world)
     output = computed_once(world, BLOCKS, ranks=2, is_latent=True)
     assert pool(world)["usedBytes"] == BLOCKS * PAGE, "stored once"
     found(world, output, 96, ranks=2, is_latent=True)
@@ -65,6 +78,7 @@ def two_ranks_that_hold_the_same(world: World) -> dict[str, Any]:
 
 @scenario
 def eight_ranks_that_hold_the_same_share_with_four_and_with_one(world: World) -> dict[str, Any]:
+    serve_for_real(world)
     output = computed_once(world, BLOCKS, ranks=8, is_latent=True)
     status = world.daemon.status()
     assert status["pool"]["usedBytes"] == BLOCKS * PAGE, "stored once"
