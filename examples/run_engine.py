@@ -46,6 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--no-prefix-caching", action="store_true", help="switch the engine's own off"
     )
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--together", action="store_true", help="all prompts at once")
     parser.add_argument("--repeat", type=int, default=1, help="run the list so many times")
     parser.add_argument("--meet", type=Path, help="folder: start when --peers engines are there")
@@ -77,6 +78,7 @@ def start_engine(options: argparse.Namespace) -> Any:
         enable_prefix_caching=not options.no_prefix_caching,
         enforce_eager=True,
         max_model_len=options.max_model_len,
+        tensor_parallel_size=options.tensor_parallel_size,
         **more,
     )
     engine.generate(["Hi"], SamplingParams(max_tokens=2), use_tqdm=False)
@@ -179,6 +181,8 @@ def main() -> None:
     end_as_group()
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+    if options.tensor_parallel_size > 1:  # CPU: else each rank wants NUMA nodes of its own
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     prompts = json.loads(options.prompts.read_text())
     begun_s = time.monotonic()
     engine = start_engine(options)

@@ -99,9 +99,9 @@ struct Instance {
   rankCount @1 :UInt16;   # workers that hold a part of every block (tensor x pipeline parallel); 1 to 64
   fields @2 :List(Field);
   # Everything that the bytes of a block depend on and that is not in `Rank`: model config digest, weights
-  # identity, dtypes, block size, parallel split, hash algorithm, a probe hash, tenant salt. At most 128
-  # fields of 64 + 4,096 bytes, names unique. The namespace is a fingerprint of these and of all ranks'
-  # geometry; nothing is interpreted but two names: `label` (what people call it; not part of the
+  # identity, dtypes, block size, into how many shards a block is split, hash algorithm, a probe hash, tenant salt. At most 128
+  # fields of 64 + 4,096 bytes, names unique. The namespace is a fingerprint of these and of the geometry
+  # of all pages of a block; nothing is interpreted but two names: `label` (what people call it; not part of the
   # fingerprint) and `hash_probe` (engines equal in all but this are told that they hash differently).
 }
 
@@ -162,6 +162,12 @@ struct Group {
   blockCount @0 :UInt32;            # engine blocks: ids run from 0 to blockCount - 1
   pieces @1 :List(Piece);           # 1 to 65,536 over all groups, in page order: a page is the pieces one after another
   layout @2 :Text;                  # element type and order inside a piece, e.g. "float32/BHNC"; <= 256 bytes
+  replicas @3 :UInt16 = 1;
+  # So many ranks in a row (0 to n - 1, n to 2n - 1, ...) hold the same bytes of every block, as all ranks
+  # of a model with MLA do. Such ranks share one page: it is stored once, they take turns in saving blocks,
+  # and each loads all of them. The same on all ranks, a divisor of `rankCount`; the pieces of such ranks have
+  # equal bytes and layout. The fingerprint knows pages, not ranks: engines with the same pages share them,
+  # with however many ranks they hold each.
 }
 
 struct Fences {
@@ -177,7 +183,7 @@ struct RegisterReply {
     error @0 :Error;
     ok :group {
       namespace @1 :Text;
-      pageBytes @2 :List(UInt64);   # a group: bytes of one block on this rank
+      pageBytes @2 :List(UInt64);   # a group: bytes of this rank's page of a block
       notes @3 :List(Text);
       writers @4 :List(Int32);
       # Processes besides the daemon's that write the rank's memory: it is left alone for certain
@@ -227,6 +233,7 @@ struct SaveReply {
   union {
     error @0 :Error;
     ok :group {
+      # With `Group.replicas` only blocks that are this rank's to save; else all of them.
       savedCount @1 :UInt32;        # copied now
       presentCount @2 :UInt32;      # were there, or on their way, already
       refusedCount @3 :UInt32;      # no room, fence raised, or memory gone
@@ -393,6 +400,8 @@ struct EngineStatus {
   ranksRegistered @3 :UInt16;
   pids @4 :List(Int32);
   state @5 :Text;                   # ready, or what is missing
+  pageCounts @6 :List(UInt16);
+  # A group: pages of a block. Less than `rankCount` where ranks hold the same bytes; empty until ready.
 }
 
 # -- Between nodes

@@ -242,7 +242,10 @@ def _group(group: Any) -> GroupPieces:
     pieces = bounded(group.pieces, "pieces", count_max=PIECES_MAX, count_min=1)
     layout = text(group.layout, "layout", bytes_max=NAME_BYTES_MAX)
     read = tuple(Piece(int(p.memory), int(p.offset), int(p.stride), int(p.bytes)) for p in pieces)
-    return GroupPieces(int(group.blockCount), read, layout)
+    replicas = int(group.replicas)
+    if not 1 <= replicas <= RANKS_MAX:
+        raise BadRequestError(f"replicas must lie in 1 to {RANKS_MAX}, not {replicas}")
+    return GroupPieces(int(group.blockCount), read, layout, replicas)
 
 
 def read_query(message: Any) -> Query:

@@ -301,12 +301,12 @@ def unsupported_engines_run_without_a_cache(world: World) -> dict[str, Any]:
     rig.add("any", PROMPT)
     request = rig.scheduler.requests["any"]
     rig.run()
-    rig.config.parallel_config.tensor_parallel_size = 2
+    rig.config.parallel_config.pipeline_parallel_size = 2
     made = [
         KVConnectorFactory.create_connector(rig.config, role, rig.kv_config)
         for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
     ]
-    rig.config.parallel_config.tensor_parallel_size = 1
+    rig.config.parallel_config.pipeline_parallel_size = 1
     connector, worker = made
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
     assert connector.request_finished_all_groups(request, ([1],)) == (False, None)

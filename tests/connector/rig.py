@@ -5,28 +5,43 @@ what a cache may break: the value written for a token depends on all tokens befo
 pass first checks every byte that it would read, and the next token is drawn from those bytes. So a
 wrong, missing or late block shows as `wrong` or as another output, wherever it comes from.
 
+With several ranks each has a worker's connector and memory of its own: either its share of the
+heads, or, with `is_latent`, all of the same one, as a model with MLA has.
+
 Runs in a process of its own, with the files of one vLLM version first on PYTHONPATH.
 """
 
+import contextlib
+import dataclasses
 import pickle
 import time
 from collections import deque
+from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import torch
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+
+from trikv.connector import engine
 
 torch.set_num_threads(1)  # tensors are tiny; two threads on a busy machine only wait for each other
 
@@ -65,6 +80,33 @@ def configuration(model: str, address: str, *, overlaps: bool, extra: dict[str, 
     ).create_engine_config()
 
 
+def layer_spec(heads: int, *, is_latent: bool) -> Any:
+    if not is_latent:
+        return FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=torch.float32
+        )
+    known = {field.name for field in dataclasses.fields(MLAAttentionSpec)}
+    shards = {"max_tp_shards": 1} if "max_tp_shards" in known else {}  # as its layers say
+    return MLAAttentionSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=2 * HEAD_SIZE, dtype=torch.float32, **shards
+    )
+
+
+def say_who_holds_the_same(config: Any, kv_config: Any) -> None:
+    """By vLLM's own rule; before 0.31 it has none but that the model has MLA."""
+    if hasattr(kv_config, "kv_tp_replicas"):
+        for module in ("kv_cache_planning", "kv_cache_utils"):
+            with contextlib.suppress(ImportError, AttributeError):
+                rule = import_module(f"vllm.v1.core.{module}").kv_cache_groups_tp_replicas
+                ranks = config.parallel_config.tensor_parallel_size
+                kv_config.kv_tp_replicas = rule(kv_config.kv_cache_groups, ranks)
+                return
+        raise AssertionError("vLLM's rule has gone elsewhere")
+    if isinstance(kv_config.kv_cache_groups[0].kv_cache_spec, MLAAttentionSpec):
+        kind = type(config.model_config)
+        config.model_config.__class__ = type(kind.__name__, (kind,), {"use_mla": True})
+
+
 class Rig:
     """One engine: its scheduler, its worker's connector, its KV memory."""
 
@@ -76,26 +118,35 @@ class Rig:
         blocks: int = 64,
         overlaps: bool = False,
         extra: dict[str, Any] | None = None,
+        ranks: int = 1,
+        is_latent: bool = False,
     ) -> None:
         self.config = configuration(model, address, overlaps=overlaps, extra=extra or {})
         self.config.cache_config.num_gpu_blocks = blocks
         self.config.cache_config.block_size = BLOCK
-        spec = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32
-        )
+        self.config.parallel_config.tensor_parallel_size = ranks
+        self.marks = torch.arange(HEADS * 2 * HEAD_SIZE).reshape(HEADS, -1)
+        self.marks = self.marks[:1] if is_latent else self.marks
+        self.is_latent, self.heads = is_latent, 1 if is_latent else HEADS // ranks
+        groups = [KVCacheGroupSpec(LAYER_NAMES, layer_spec(self.heads, is_latent=is_latent))]
         self.kv_config = kv_config = KVCacheConfig(
-            num_blocks=blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(LAYER_NAMES, spec)],
+            num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups
         )
+        say_who_holds_the_same(self.config, kv_config)
         # The engine that starts after another one finds garbage, not zeros, in its memory.
-        self.kv = {
-            name: torch.full((blocks, HEADS, BLOCK, 2 * HEAD_SIZE), -1.0) for name in LAYER_NAMES
-        }
-        self.worker = KVConnectorFactory.create_connector(
-            self.config, KVConnectorRole.WORKER, kv_config
-        )
-        self.worker.register_kv_caches(self.kv)
+        size = (blocks, self.heads, BLOCK, 2 * HEAD_SIZE)
+        self.kvs = [{name: torch.full(size, -1.0) for name in LAYER_NAMES} for _ in range(ranks)]
+        self.workers = []
+        for rank, kv in enumerate(self.kvs):
+            with mock.patch.object(engine, "rank", return_value=rank):
+                self.workers.append(
+                    KVConnectorFactory.create_connector(
+                        self.config, KVConnectorRole.WORKER, kv_config
+                    )
+                )
+            self.workers[-1].register_kv_caches(kv)
+        self.kv, self.worker = self.kvs[0], self.workers[0]
+        self.aggregator = KVOutputAggregator(ranks)
         function = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         self.scheduler = (AsyncScheduler if overlaps else Scheduler)(
             self.config,
@@ -126,7 +177,7 @@ class Rig:
 
     def wait_attached(self, seconds: float = 20.0) -> None:
         until = time.monotonic() + seconds
-        while not (self.connector._client.is_ready and self.worker._client.is_ready):
+        while not all(one._client.is_ready for one in (self.connector, *self.workers)):
             assert time.monotonic() < until, "not attached"
             time.sleep(0.01)
 
@@ -155,14 +206,24 @@ class Rig:
 
     def execute(self, planned: Any) -> Any:
         """What a worker does with a step."""
-        metadata = pickle.loads(pickle.dumps(planned.kv_connector_metadata))
-        worker, output = self.worker, KVConnectorOutput()
-        worker.handle_preemptions(metadata)
-        worker.bind_connector_metadata(metadata)
         loads_last = LOADS_LAST and not getattr(planned, "has_sync_kv_loads", False)
-        if not loads_last:
-            worker.start_load_kv(None)
+        for worker in self.workers:
+            metadata = pickle.loads(pickle.dumps(planned.kv_connector_metadata))
+            worker.handle_preemptions(metadata)
+            worker.bind_connector_metadata(metadata)
+            if not loads_last:
+                worker.start_load_kv(None)
         sampled = self.forward(planned)
+        outputs = [
+            self.after_forward(worker, planned, sampled, loads_last=loads_last)
+            for worker in self.workers
+        ]
+        return self.aggregator.aggregate(outputs) if len(outputs) > 1 else outputs[0]
+
+    def after_forward(
+        self, worker: Any, planned: Any, sampled: dict[str, list[int]], *, loads_last: bool
+    ) -> Any:
+        output = KVConnectorOutput()
         if loads_last:
             worker.start_load_kv(None)
         if planned.total_num_scheduled_tokens or LOADS_LAST:
@@ -208,21 +269,26 @@ class Rig:
         tokens = self.tokens[name]
         (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
         slots = torch.tensor([blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(end)])
-        values = prefix_values(tokens[:end])
-        marks = torch.arange(HEADS * 2 * HEAD_SIZE).reshape(HEADS, -1)
-        for layer, tensor in enumerate(self.kv.values()):
-            wanted = torch.tensor(values, dtype=torch.float32)[:, None, None] * (layer + 1) + marks
-            rows = tensor.permute(0, 2, 1, 3)  # block, token, head, content
-            read = rows[slots[:start] // BLOCK, slots[:start] % BLOCK]
-            if not torch.equal(read, wanted[:start]):
-                bad = sorted({int(p) // BLOCK for p in (read != wanted[:start]).nonzero()[:, 0]})
-                self.wrong.append(f"{name}: layer {layer}: blocks {bad} of {start // BLOCK}")
-            rows[slots[start:] // BLOCK, slots[start:] % BLOCK] = wanted[start:]
+        values = torch.tensor(prefix_values(tokens[:end]), dtype=torch.float32)[:, None, None]
+        state = 0.0
+        for rank, kv in enumerate(self.kvs):
+            first = 0 if self.is_latent else rank * self.heads
+            marks = self.marks[first : first + self.heads]
+            for layer, tensor in enumerate(kv.values()):
+                wanted = values * (layer + 1) + marks
+                rows = tensor.permute(0, 2, 1, 3)  # block, token, head, content
+                read = rows[slots[:start] // BLOCK, slots[:start] % BLOCK]
+                if not torch.equal(read, wanted[:start]):
+                    off = (read != wanted[:start]).nonzero()[:, 0]
+                    bad = sorted({int(position) // BLOCK for position in off})
+                    where = f"{name}: rank {rank}: layer {layer}"
+                    self.wrong.append(f"{where}: blocks {bad} of {start // BLOCK}")
+                rows[slots[start:] // BLOCK, slots[start:] % BLOCK] = wanted[start:]
+            state += float(rows[slots // BLOCK, slots % BLOCK].sum(dtype=torch.float64))
         if end < len(tokens):
             return []
         # The same prompt must give the same token however much of it was read.
-        state = int(rows[slots // BLOCK, slots % BLOCK].sum(dtype=torch.float64))
-        tokens.append(state % 251 + 3)
+        tokens.append(int(state / (len(self.kvs) if self.is_latent else 1)) % 251 + 3)
         return [tokens[-1]]
 
     def run(self, seconds: float = 60.0, *, until: Any = None) -> int:
@@ -241,7 +307,8 @@ class Rig:
         self.run(seconds, until=lambda: self.free == free and not self.scheduler.requests)
 
     def close(self) -> None:
-        self.worker.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
         self.scheduler.shutdown()
 
 

@@ -177,6 +177,50 @@ def test_whatever_changes_bytes_changes_a_field(
     assert one.keys() == other.keys()
 
 
+TWO = {"parallel_config__tensor_parallel_size": 2}
+EIGHT = {"parallel_config__tensor_parallel_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "shares"),
+    [
+        ({}, True),
+        ({"model_config__quantization": "fp8", "hf_quantization": {"bits": 8}}, True),
+        ({"model_config__quantization": "fp8"}, False),
+        ({"load_config__load_format": "dummy"}, False),
+    ],
+)
+def test_ranks_that_hold_the_same_count_once_if_weights_do_not_depend_on_their_number(
+    tmp_path: Path, changes: dict[str, Any], *, shares: bool
+) -> None:
+    folder = write_model(tmp_path / "one")
+    kept = changes.pop("hf_quantization", None)
+
+    def made(split: dict[str, int], replicas: int) -> dict[str, str]:
+        vllm_config = config(folder, **changes, **split)
+        vllm_config.model_config.hf_config.quantization_config = kept
+        return named(vllm_config, replicas=replicas)
+
+    assert (made(EIGHT, 8) == made(TWO, 2) == made({}, 1)) is shares
+    assert made(EIGHT, 2) != made(TWO, 2)
+    assert made(EIGHT, 1) != made({}, 1)
+
+
+def test_a_made_up_draft_keeps_engines_of_other_splits_apart(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "one")
+    found = []
+    for split, replicas in ((EIGHT, 8), ({}, 1)):
+        vllm_config = config(folder, **split)
+        draft = config(write_model(tmp_path / "draft", seed=3))
+        vllm_config.speculative_config = SimpleNamespace(
+            method="deepseek_mtp",
+            draft_model_config=draft.model_config,
+            draft_load_config=SimpleNamespace(load_format="dummy"),
+        )
+        found.append(named(vllm_config, replicas=replicas))
+    assert found[0] != found[1]
+
+
 def test_place_and_name_change_only_the_label(tmp_path: Path) -> None:
     one, two = write_model(tmp_path / "one"), write_model(tmp_path / "two")
     first = named(config(one))

@@ -1,6 +1,7 @@
 """The connector on vLLM's real schedulers: one process a version runs all scenarios.
 
-Also the installed version against the real daemon, for the scenarios that need no planted fault.
+Also the installed version against the real daemon, for the scenarios that need no planted fault;
+and with each version engines of several ranks, on a real daemon that they start themselves.
 """
 
 import importlib.metadata
@@ -41,6 +42,7 @@ CASES = [
     if kind == "fake" or ".tell(" not in body
 ]
 CASES += [("installed, real daemon", name) for name in bodies("real")]
+CASES += [(run, name) for run in ("0.20.0", "installed", "0.33.0") for name in bodies("ranks")]
 
 
 class Run:

@@ -97,9 +97,15 @@ def test_refusals(
         ({}, [FullAttentionSpec()], ""),
         ({}, [MLAAttentionSpec()], ""),
         ({}, [UniformTypeKVCacheSpecs()], ""),
-        ({"parallel_config__tensor_parallel_size": 2}, [FullAttentionSpec()], "2 ranks"),
-        ({"parallel_config__pipeline_parallel_size": 2}, [FullAttentionSpec()], "2 ranks"),
-        ({"parallel_config__decode_context_parallel_size": 4}, [FullAttentionSpec()], "4 ranks"),
+        ({"parallel_config__tensor_parallel_size": 2}, [FullAttentionSpec()], ""),
+        ({"parallel_config__tensor_parallel_size": 64}, [MLAAttentionSpec()], ""),
+        ({"parallel_config__tensor_parallel_size": 65}, [FullAttentionSpec()], "64 ranks"),
+        ({"parallel_config__nnodes_within_dp": 2}, [FullAttentionSpec()], "several hosts"),
+        ({"parallel_config__pipeline_parallel_size": 2}, [FullAttentionSpec()], "pipeline par"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, [FullAttentionSpec()],
+         "prefill-context parallelism"),
+        ({"parallel_config__decode_context_parallel_size": 4}, [MLAAttentionSpec()],
+         "decode-context parallelism"),
         ({}, [FullAttentionSpec(), SlidingWindowSpec()], "2 cache groups"),
         ({}, [], "0 cache groups"),
         ({}, [SlidingWindowSpec()], "SlidingWindowSpec"),
@@ -107,7 +113,7 @@ def test_refusals(
         ({"cache_config__calculate_kv_scales": True}, [FullAttentionSpec()], "calculate_kv_scales"),
         ({"model_config__enable_sleep_mode": True}, [FullAttentionSpec()], "sleep mode"),
     ],
-)
+)  # fmt: skip
 def test_unsupported(changes: dict[str, Any], specs: list[Any], words: str) -> None:
     why = unsupported(engine(**changes), groups(*specs))
     assert bool(why) is bool(words)
@@ -115,9 +121,58 @@ def test_unsupported(changes: dict[str, Any], specs: list[Any], words: str) -> N
 
 
 def test_shape_is_the_groups_and_by_layer() -> None:
-    found = shape(groups(UniformTypeKVCacheSpecs()))
+    found = shape(engine(), groups(UniformTypeKVCacheSpecs()))
     assert (found.block_tokens, found.block_count) == (16, 100)
     assert found.page_bytes == {"a": 4096, "b": 4000}
+    assert (found.rank_count, found.replicas) == (1, 1)
+
+
+MLA, FULL = MLAAttentionSpec(), FullAttentionSpec()
+MIXED = UniformTypeKVCacheSpecs()  # a draft with heads beside a latent
+
+
+@pytest.mark.parametrize(
+    ("spec", "ranks", "use_mla", "told", "replicas"),
+    [
+        # Before 0.31: by what the layers are.
+        (MLA, 8, True, None, 8),
+        (MLA, 1, True, None, 1),
+        (MLA, 8, False, None, 1),
+        (FULL, 8, False, None, 1),
+        (FULL, 8, True, None, 1),
+        (MIXED, 8, True, None, 1),
+        # Since: by what vLLM says, whatever we would think.
+        (MLA, 8, True, 8, 8),
+        (MLA, 8, True, 1, 1),
+        (MIXED, 8, True, 1, 1),
+        (FULL, 8, False, 2, 2),
+        # What cannot be true is not believed.
+        (MLA, 8, True, 3, 1),
+        (MLA, 8, True, 0, 1),
+        (MLA, 2, True, 8, 1),
+    ],
+)
+def test_ranks_hold_the_same_bytes_only_where_vllm_says_so(
+    spec: Any,
+    ranks: int,
+    use_mla: bool,  # noqa: FBT001
+    told: int | None,
+    replicas: int,
+) -> None:
+    found = groups(spec)
+    if told is not None:
+        found.kv_tp_replicas = told
+    changes = {"parallel_config__tensor_parallel_size": ranks, "model_config__use_mla": use_mla}
+    known = shape(engine(**changes), found)
+    assert (known.rank_count, known.replicas) == (ranks, replicas)
+
+
+def test_hidden_states_that_are_kept_as_a_latent_are_not_taken_for_one() -> None:
+    config = engine(parallel_config__tensor_parallel_size=4, model_config__use_mla=True)
+    config.speculative_config = SimpleNamespace(method="deepseek_mtp")
+    assert shape(config, groups(MLA)).replicas == 4
+    config.speculative_config = SimpleNamespace(method="extract_hidden_states")
+    assert shape(config, groups(MLA)).replicas == 1
 
 
 def test_settings_have_defaults() -> None:

@@ -22,7 +22,7 @@ from tests.connector.daemons import FakeDaemon, RealDaemon
 from tests.connector.rig import Rig
 
 PROMPT = [10 + (i * 7) % 200 for i in range(100)]
-MODULES = ("flows", "faults", "held", "real")
+MODULES = ("flows", "faults", "held", "real", "ranks")
 
 
 class World:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from trikv.core.blocks import State
 from trikv.core.cache import Cache
-from trikv.core.plans import Key, Limits, SavePlan
+from trikv.core.plans import Key, Limits, LoadPlan, SavePlan
 from trikv.core.policies import DEFAULT, MAKERS
 from trikv.core.tenants import Quota, Rules, Tenants
 from trikv.core.words import InstanceName, LeaseId, RequestId, SpaceId, Words
@@ -17,7 +17,8 @@ TENANTS = "tenants"  # the default order, with quotas
 PAGE = 4096
 SLAB = 8 * PAGE
 POOL = 4 * SLAB
-PAGES = {1: (1,), 2: (2, 1, 1), 3: (1,), 4: (1, 1)}  # a space: pages of a block on each rank
+PAGES = {1: (1,), 2: (2, 1, 1), 3: (1,), 4: (1, 1)}  # a space: units of each page of a block
+REPLICAS = {"two": 2}  # ranks of an instance that hold the same page; of others each its own
 LEASE_S, FILL_S = 4, 5
 Who = tuple[InstanceName, RequestId]
 WHO = st.tuples(
@@ -74,6 +75,10 @@ def rows_in(order: Any) -> tuple[set[int], set[int]]:  # noqa: ANN401
     return set(known), parked
 
 
+def has_row(cache: Cache, space: SpaceId, node: int) -> bool:
+    return int(cache.index.find(space, words([node]))[0]) >= 0
+
+
 def drop_space(cache: Cache, space: SpaceId) -> int:
     """Forget all blocks of a space; returns how many left the index."""
     before = cache.counters.dropped_blocks_total
@@ -90,7 +95,7 @@ class Life:
     space: SpaceId
     node: int
     row: int
-    pages: list[list[int]]  # a rank: the pool's 4 KiB units
+    pages: list[list[int]]  # a page: the pool's 4 KiB units
     deadline_s: int
     state: State = State.FILLING
     claimed: set[int] = field(default_factory=set)
@@ -102,21 +107,29 @@ class Life:
     def bytes(self) -> int:
         return PAGE * sum(PAGES[self.space])
 
-    def tags(self, rank: int) -> dict[int, object]:
-        """What the units of a rank hold when the copy was whole."""
-        return {unit: (self.space, self.node, rank, i) for i, unit in enumerate(self.pages[rank])}
+    def tags(self, page: int) -> dict[int, object]:
+        """What the units of a page hold when the copy was whole."""
+        return {unit: (self.space, self.node, page, i) for i, unit in enumerate(self.pages[page])}
+
+
+Saves = list[tuple[SavePlan, list[Life]]]  # under way
+Loads = list[tuple[LoadPlan, list[Life], int]]  # with the page that is read
 
 
 @dataclass(eq=False)
 class Promise:
     id: LeaseId
     lives: list[Life]
-    left: set[int]  # ranks that have not loaded
+    ranks: range
     deadline_s: int
+    left: set[int] = field(default_factory=set)  # ranks that have not loaded
+
+    def __post_init__(self) -> None:
+        self.left = set(self.ranks)
 
     @property
     def is_whole(self) -> bool:
-        return len(self.left) == len(PAGES[self.lives[0].space])
+        return self.left == set(self.ranks)
 
 
 class Model:
@@ -136,6 +149,17 @@ class Model:
 
     def leased_bytes(self) -> int:
         return sum(life.bytes for one in self.leases.values() for life in one.lives)
+
+    def assert_readable(self, lives: list[Life], page: int) -> None:
+        for life in lives:
+            for unit, tag in life.tags(page).items():
+                assert self.memory[unit] == tag
+
+    def assert_full(self, space: SpaceId, own: set[int]) -> None:
+        """Refused only when nothing but the request's own blocks could have gone."""
+        for life in self.lives.values():
+            if PAGES[life.space] == PAGES[space] and life.state is State.SEALED:
+                assert life.pins or life.row in own
 
     def lose(self, life: Life) -> None:
         del self.lives[life.space, life.node]
@@ -162,6 +186,19 @@ class Model:
 ONE = SpaceId(1)
 
 
+def key_of(who: Who, space: SpaceId) -> Key:
+    return Key(*who, space, replicas=REPLICAS.get(who[0], 1))
+
+
+def ranks_of(who: Key) -> range:
+    return range(len(PAGES[who.space]) * who.replicas)
+
+
+def is_turn(who: Key, rank: int, position: int) -> bool:
+    """Whether a block is this rank's to save; said otherwise than in the core."""
+    return (position - rank) % who.replicas == 0
+
+
 def key(request: str, space: SpaceId = ONE, instance: str = "one") -> Key:
     return Key(InstanceName(instance), RequestId(request), space)
 
@@ -171,7 +208,7 @@ def save(
 ) -> list[SavePlan]:
     """All ranks save, and nothing goes wrong."""
     plans = []
-    for rank in range(len(PAGES[who.space])):
+    for rank in ranks_of(who):
         plan = cache.prepare_save(who, words(nodes), rank=rank, first=first, now_s=now_s)
         cache.complete_save(plan, np.ones(len(plan.entries), np.bool_), copied_bytes=0)
         plans.append(plan)

@@ -4,10 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trikv.core.cache import Cache
 from trikv.core.calls import Declare, GroupPieces, Load, Named, Query, Register, Save
+from trikv.core.engines import Engines
 from trikv.core.layout import GroupLayout, Piece, Range
 from trikv.core.namespace import Fields
-from trikv.core.plans import Hit, LoadPlan, SavePlan
+from trikv.core.plans import Hit, Limits, LoadPlan, SavePlan
+from trikv.core.windows import Windows
 from trikv.core.words import InstanceName, LeaseId, RequestId, SessionId, Words
 from trikv.nursery.store import Store, layouts_of
 
@@ -27,9 +30,9 @@ def ids(*blocks: int) -> np.ndarray:
     return np.array(blocks, np.int32)
 
 
-def pieces(piece_bytes: int) -> GroupPieces:
+def pieces(piece_bytes: int, replicas: int = 1) -> GroupPieces:
     piece = Piece(0, 0, piece_bytes, piece_bytes)
-    return GroupPieces(8, (piece,), "f32")
+    return GroupPieces(8, (piece,), "f32", replicas)
 
 
 @dataclass
@@ -95,3 +98,10 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+def new_store(clock: Clock) -> Store:
+    """A pool of 32 pages."""
+    limits = Limits(lease_s=LEASE_S, fill_s=FILL_S, filling_fraction_many_ranks=0.5)
+    cache = Cache(4 * SLAB, SLAB, entries_max=64, seed=1, limits=limits)
+    return Store(cache, Engines(instances_max=4), clock, Windows((60.0,), now_s=clock()))

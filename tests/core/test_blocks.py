@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from trikv.core.blocks import NEXT, RANKS_MAX, Blocks, Event, State
+from trikv.core.blocks import NEXT, PAGES_MAX, Blocks, Event, State
 from trikv.core.errors import IllegalEventError
 from trikv.core.words import Entries, SpaceId
 
@@ -26,10 +26,10 @@ def rows(*numbers: int) -> Entries:
     return np.array(numbers, np.int32)
 
 
-def reserve(blocks: Blocks, count: int = 1, *, rank_count: int = 3) -> Entries:
+def reserve(blocks: Blocks, count: int = 1, *, page_count: int = 3) -> Entries:
     slots = np.arange(count, dtype=np.int64) + 100
     return blocks.reserve(
-        slots, np.arange(count, dtype=np.int32), space=SPACE, rank_count=rank_count
+        slots, np.arange(count, dtype=np.int32), space=SPACE, page_count=page_count
     )
 
 
@@ -122,7 +122,7 @@ class Row:
     """One block as `NEXT` sees it."""
 
     state: State = State.ABSENT
-    rank_count: int = 0
+    page_count: int = 0
     claimed: set[int] = field(default_factory=set)
     filled: set[int] = field(default_factory=set)
     writing: set[int] = field(default_factory=set)
@@ -136,9 +136,9 @@ class Row:
     def is_held(self) -> bool:
         return bool(self.writing) or self.pins > 0
 
-    def reserve(self, rank_count: int) -> None:
+    def reserve(self, page_count: int) -> None:
         self.step(Event.RESERVED)
-        self.rank_count, self.claimed, self.filled = rank_count, set(), set()
+        self.page_count, self.claimed, self.filled = page_count, set(), set()
         self.generation += 1
 
     def claim(self, rank: int) -> None:
@@ -152,7 +152,7 @@ class Row:
             self.let_go()
             return
         self.filled.add(rank)
-        is_last = len(self.filled) == self.rank_count
+        is_last = len(self.filled) == self.page_count
         self.step(Event.LAST_PAGE_FILLED if is_last else Event.PAGE_FILLED)
 
     def fail(self, rank: int) -> None:
@@ -190,14 +190,14 @@ class BlocksMachine(RuleBasedStateMachine):
     def among(self, numbers: list[int], state: State) -> set[int]:
         return {number for number in numbers if self.model[number].state is state}
 
-    @rule(choice=CHOICES, rank_count=st.integers(1, 3))
-    def reserve(self, choice: Random, rank_count: int) -> None:
+    @rule(choice=CHOICES, page_count=st.integers(1, 3))
+    def reserve(self, choice: Random, page_count: int) -> None:
         count = choice.randint(0, self.blocks.unused_count)
-        given = reserve(self.blocks, count, rank_count=rank_count).tolist()
+        given = reserve(self.blocks, count, page_count=page_count).tolist()
         assert given == sorted(set(given))
         assert len(given) == count
         for number in given:
-            self.model[number].reserve(rank_count)
+            self.model[number].reserve(page_count)
         assert self.blocks.slot[given].tolist() == list(range(100, 100 + count))
         assert self.blocks.depth[given].tolist() == list(range(count))
         assert set(self.blocks.space[given].tolist()) <= {SPACE}
@@ -207,7 +207,7 @@ class BlocksMachine(RuleBasedStateMachine):
         chosen = self.some(
             choice,
             lambda row: (
-                row.state is State.FILLING and rank < row.rank_count and rank not in row.claimed
+                row.state is State.FILLING and rank < row.page_count and rank not in row.claimed
             ),
         )
         self.blocks.claim(rows(*chosen), rank)
@@ -308,7 +308,7 @@ TestBlocks.settings = settings(stateful_step_count=30, deadline=None)
 
 def sealed_blocks(count: int) -> tuple[Blocks, Entries]:
     blocks = Blocks(count)
-    entries = reserve(blocks, count, rank_count=1)
+    entries = reserve(blocks, count, page_count=1)
     blocks.claim(entries, 0)
     blocks.fill(entries, 0)
     return blocks, entries
@@ -317,7 +317,7 @@ def sealed_blocks(count: int) -> tuple[Blocks, Entries]:
 @pytest.mark.parametrize("complete", [lambda b: b.fill(ROW, 0), lambda b: b.fail(ROW)])
 def test_a_copy_completed_twice_is_our_bug(complete: Callable[[Blocks], object]) -> None:
     blocks = Blocks(1)
-    reserve(blocks, rank_count=2)
+    reserve(blocks, page_count=2)
     blocks.claim(ROW, 0)
     blocks.fill(ROW, 0)
     with pytest.raises(AssertionError):
@@ -366,7 +366,7 @@ def test_a_pinned_block_is_not_evicted_and_none_goes_with_it() -> None:
 def test_a_reused_row_has_another_generation_and_nothing_of_its_past() -> None:
     blocks, entries = sealed_blocks(3)
     blocks.evict(entries[1:2])
-    again = reserve(blocks, rank_count=2)
+    again = reserve(blocks, page_count=2)
     assert again.tolist() == [1]
     assert blocks.generation.tolist() == [1, 2, 1]
     assert (blocks.claimed[1], blocks.filled[1], blocks.wanted[1]) == (0, 0, 0b11)
@@ -389,10 +389,10 @@ def test_rows_come_ascending_fresh_ones_first_and_never_more_than_there_are() ->
 def test_as_many_ranks_as_a_mask_has_bits() -> None:
     blocks = Blocks(1)
     with pytest.raises(AssertionError):
-        reserve(blocks, rank_count=RANKS_MAX + 1)
+        reserve(blocks, page_count=PAGES_MAX + 1)
     blocks = Blocks(1)
-    entries = reserve(blocks, rank_count=RANKS_MAX)
-    for rank in reversed(range(RANKS_MAX)):
+    entries = reserve(blocks, page_count=PAGES_MAX)
+    for rank in reversed(range(PAGES_MAX)):
         blocks.claim(entries, rank)
         assert blocks.state[0] == State.FILLING
         sealed, _ = blocks.fill(entries, rank)

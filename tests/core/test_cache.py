@@ -1,6 +1,8 @@
 """The whole core against an obvious model and a fake pool: it may lose, it never lies."""
 
 import sys
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,15 +13,22 @@ from cache_world import (
     PAGE,
     PAGES,
     POOL,
+    REPLICAS,
     SPACES,
     WHICH,
     WHO,
     Life,
+    Loads,
     Model,
     Promise,
+    Saves,
     Who,
+    has_row,
+    is_turn,
+    key_of,
     new_cache,
     path_to,
+    ranks_of,
     rows_in,
     words,
 )
@@ -30,7 +39,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from trikv.core import room as module
 from trikv.core.blocks import State
 from trikv.core.errors import BadRequestError, LeaseLostError
-from trikv.core.plans import Key, LoadPlan, SavePlan
 from trikv.core.policies import DEFAULT
 from trikv.core.words import InstanceName, RequestId, SpaceId
 
@@ -64,8 +72,8 @@ class CacheMachine(Model, RuleBasedStateMachine):
         self.now_s, self.memory = 0, {}
         self.lives, self.doomed, self.leases = {}, set(), {}
         self.asked: dict[Who, tuple[SpaceId, int]] = {}
-        self.saves: list[tuple[SavePlan, list[Life]]] = []
-        self.loads: list[tuple[LoadPlan, list[Life], int]] = []
+        self.saves: Saves = []
+        self.loads: Loads = []
 
     def teardown(self) -> None:
         self.patch.undo()
@@ -105,11 +113,6 @@ class CacheMachine(Model, RuleBasedStateMachine):
         for life in gone:
             assert life.pins == 0
             del self.lives[life.space, life.node]
-
-    def assert_readable(self, lives: list[Life], rank: int) -> None:
-        for life in lives:
-            for unit, tag in life.tags(rank).items():
-                assert self.memory[unit] == tag
 
     # -- time
 
@@ -153,7 +156,7 @@ class CacheMachine(Model, RuleBasedStateMachine):
             run.append(life)
         holder = (*who, space)
         old = self.leases.get(holder)
-        hit = self.cache.query(Key(*who, space), words(path_to(node)), now_s=self.now_s)
+        hit = self.cache.query(key_of(who, space), words(path_to(node)), now_s=self.now_s)
         same = old is not None and old.deadline_s > self.now_s and old.lives == run
         if old is not None and same and (old.is_whole or hit.lease.id == old.id):
             assert (hit.count, hit.lease.id) == (len(run), old.id)
@@ -171,8 +174,8 @@ class CacheMachine(Model, RuleBasedStateMachine):
         assert (hit.lease is None) == (not granted)
         if hit.lease is not None:
             assert hit.lease.entries.tolist() == [life.row for life in granted]
-            ranks = set(range(len(PAGES[space])))
-            self.leases[holder] = Promise(hit.lease.id, granted, ranks, self.now_s + LEASE_S)
+            ranks, until_s = ranks_of(key_of(who, space)), self.now_s + LEASE_S
+            self.leases[holder] = Promise(hit.lease.id, granted, ranks, until_s)
 
     @rule(which=WHICH, what=st.sampled_from(["request", "request", "engine", "space"]))
     def something_ends(self, which: int, what: str) -> None:
@@ -199,7 +202,7 @@ class CacheMachine(Model, RuleBasedStateMachine):
     @rule(
         which=WHICH,
         thief=st.sampled_from([None, None, None, "one", "two"]),
-        rank=st.sampled_from([0, 1, 2, None, None]),
+        rank=st.sampled_from([0, 1, 2, 5, None, None]),
         first=st.integers(0, 3),
         count=st.integers(0, 6),
     )
@@ -221,17 +224,18 @@ class CacheMachine(Model, RuleBasedStateMachine):
         caller = InstanceName(thief) if thief else who[0]
         is_lost = promise.deadline_s <= self.now_s or rank not in promise.left or caller != who[0]
         args = (promise.id, caller, rank, first, count)
+        kept: dict[str, Any] = {"now_s": self.now_s, "replicas": REPLICAS.get(who[0], 1)}
         if is_lost or not first < first + count <= len(promise.lives):
             with pytest.raises(LeaseLostError if is_lost else BadRequestError):
-                self.cache.prepare_load(*args, now_s=self.now_s)
+                self.cache.prepare_load(*args, **kept)
             return
-        plan = self.cache.prepare_load(*args, now_s=self.now_s)
+        plan, page = self.cache.prepare_load(*args, **kept), rank // kept["replicas"]
         lives = promise.lives[first : first + count]
         assert plan.entries.tolist() == [life.row for life in lives]
-        assert plan.offsets.tolist() == [PAGE * life.pages[rank][0] for life in lives]
+        assert plan.offsets.tolist() == [PAGE * life.pages[page][0] for life in lives]
         for life in lives:
             life.pins += 1
-        self.loads.append((plan, lives, rank))
+        self.loads.append((plan, lives, page))
         promise.left.remove(rank)
         if not promise.left:
             self.end(who)
@@ -252,7 +256,7 @@ class CacheMachine(Model, RuleBasedStateMachine):
         space=SPACES,
         node=NODES,
         first=st.integers(0, 5),
-        rank=st.integers(0, 2),
+        rank=st.integers(0, 5),
         shift=st.sampled_from([0, 0, 0, 1, 2]),
     )
     def prepare_save(
@@ -261,24 +265,23 @@ class CacheMachine(Model, RuleBasedStateMachine):
         """Also with positions that are not true, so that a chain has a block twice."""
         path = path_to(node)
         first %= len(path)
-        self.save(who, space, path[first:], first + shift, rank % len(PAGES[space]))
+        self.save(who, space, path[first:], first + shift, rank % len(ranks_of(key_of(who, space))))
 
     def save(self, who: Who, space: SpaceId, nodes: list[int], first: int, rank: int) -> None:
-        cache, shape = self.cache, self.cache.spaces[space].shape
+        cache, shape, key = self.cache, self.cache.spaces[space].shape, key_of(who, space)
+        page, turn = rank // key.replicas, partial(is_turn, key, rank)
         block_bytes = PAGE * sum(PAGES[space])
-        fraction = 0.6 if len(PAGES[space]) == 1 else 0.4
+        fraction = 0.6 if len(ranks_of(key)) == 1 else 0.4
         cap = max(0, int(POOL * fraction) - self.sum_of(State.FILLING)) // block_bytes
         absent = [node for node in nodes if (space, node) not in self.lives]
         free = min(cache.pages.free_count(shape), cache.blocks.unused_count)
         own = self.chain_of(who, space)
         evicted = cache.counters.evicted_blocks_total
-        plan = cache.prepare_save(
-            Key(*who, space), words(nodes), rank=rank, first=first, now_s=self.now_s
-        )
+        plan = cache.prepare_save(key, words(nodes), rank=rank, first=first, now_s=self.now_s)
         self.notice_evictions(evicted)
-        present = [node for node in nodes if node not in absent]
-        assert all((space, node) in self.lives for node in present)
-        reserved = absent[: len(absent) - plan.refused_count]
+        assert all((space, node) in self.lives or node in absent for node in nodes)
+        reserved = [node for node in absent if has_row(cache, space, node)]
+        assert reserved == absent[: len(reserved)]
         assert min(len(absent), cap, free) <= len(reserved) <= min(len(absent), cap)
         for node in reserved:
             self.new_life(space, node)
@@ -289,27 +292,24 @@ class CacheMachine(Model, RuleBasedStateMachine):
             for position, node in enumerate(nodes)
             if (life := self.lives.get((space, node))) is not None
             and life.state is State.FILLING
-            and rank not in life.claimed
+            and page not in life.claimed
+            and turn(first + position)
         ]
         lives = [life for _, life in mine]
         assert plan.positions.tolist() == [position for position, _ in mine]
         assert plan.entries.tolist() == [life.row for life in lives]
-        assert plan.offsets.tolist() == [PAGE * life.pages[rank][0] for life in lives]
-        assert plan.present_count == len(nodes) - plan.refused_count - len(mine)
+        assert plan.offsets.tolist() == [PAGE * life.pages[page][0] for life in lives]
+        due = [node for position, node in enumerate(nodes, first) if turn(position)]
+        assert plan.refused_count == sum((space, node) not in self.lives for node in due)
+        assert plan.present_count == len(due) - plan.refused_count - len(mine)
         for life in lives:
-            life.claimed.add(rank)
+            life.claimed.add(page)
             life.writers += 1
-            self.memory.update(dict.fromkeys(life.pages[rank], plan.transfer))  # torn
+            self.memory.update(dict.fromkeys(life.pages[page], plan.transfer))  # torn
         self.saves.append((plan, lives))
 
     def chain_of(self, who: Who, space: SpaceId) -> set[int]:
         return set(self.cache.chains.of(*who, space).entries.tolist())
-
-    def assert_full(self, space: SpaceId, own: set[int]) -> None:
-        """Refused only when nothing but the request's own blocks could have gone."""
-        for life in self.lives.values():
-            if PAGES[life.space] == PAGES[space] and life.state is State.SEALED:
-                assert life.pins or life.row in own
 
     @precondition(lambda self: self.saves)
     @rule(which=WHICH, failed=st.sampled_from([0, 0, 0, 1, 5, 63]))
@@ -317,22 +317,22 @@ class CacheMachine(Model, RuleBasedStateMachine):
         plan, lives = self.saves.pop(which % len(self.saves))
         copied = np.array([not failed >> i & 1 for i in range(len(lives))], np.bool_)
         for life, is_whole in zip(lives, copied.tolist(), strict=True):
-            torn = dict.fromkeys(life.pages[plan.rank], plan.transfer)
-            self.memory.update(life.tags(plan.rank) if is_whole else torn)
+            torn = dict.fromkeys(life.pages[plan.page], plan.transfer)
+            self.memory.update(life.tags(plan.page) if is_whole else torn)
             life.writers -= 1
             if life.state is State.DOOMED:
                 self.let_go(life)
             elif not is_whole:
                 self.lose(life)
             else:
-                life.filled.add(plan.rank)
+                life.filled.add(plan.page)
                 if len(life.filled) == len(PAGES[life.space]):
                     life.state = State.SEALED
         self.cache.complete_save(plan, copied, copied_bytes=0)
 
     @rule(who=WHO, space=SPACES, node=NODES)
     def save_whole(self, who: Who, space: SpaceId, node: int) -> None:
-        for rank in range(len(PAGES[space])):
+        for rank in ranks_of(key_of(who, space)):
             self.save(who, space, path_to(node), 0, rank)
             self.complete_save(len(self.saves) - 1, 0)
 

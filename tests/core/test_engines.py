@@ -18,7 +18,7 @@ from trikv.core.errors import (
     NotReadyError,
     OverloadedError,
 )
-from trikv.core.layout import GroupLayout, Piece, Range
+from trikv.core.layout import Geometry, GroupLayout, Piece, Range
 from trikv.core.namespace import Fields, fingerprint
 from trikv.core.words import InstanceName, SessionId
 
@@ -35,13 +35,15 @@ OTHER: Fields = (("weights", "2"),)
 Groups = tuple[GroupLayout, ...]
 
 
-def group(piece_bytes: int) -> GroupLayout:
-    return GroupLayout((Range(0, 64),), (Piece(0, 0, 16, piece_bytes),), 2, "f32")
+def group(piece_bytes: int, replicas: int = 1) -> GroupLayout:
+    pieces = (Piece(0, 0, 16, piece_bytes),)
+    return GroupLayout((Range(0, 64),), pieces, 2, "f32", replicas=replicas)
 
 
 ONE, WIDE = (group(8),), (group(16),)
 TWO = (group(8), group(8))
-GROUPS = st.sampled_from([ONE, ONE, ONE, WIDE, TWO])
+SAME = (group(8, 2),)  # with another rank
+GROUPS = st.sampled_from([ONE, ONE, ONE, SAME, SAME, WIDE, (group(16, 2),), TWO])
 
 
 @dataclass
@@ -60,10 +62,21 @@ class Said:
 
     def fingerprint(self) -> bytes:
         assert self.declared is not None
-        ranks = (self.ranks[rank][1] for rank in range(self.declared[1]))
-        return fingerprint(
-            self.declared[2], tuple(tuple(one.geometry for one in groups) for groups in ranks)
-        )
+        ranks = [self.ranks[rank][1] for rank in range(self.declared[1])]
+        held: list[tuple[Geometry, ...]] = []
+        for column in zip(*ranks, strict=True):  # the first of those that hold the same bytes
+            first = column[0].geometry
+            is_shared = column[0].replicas == len(column)
+            held.append((first,) if is_shared else tuple(one.geometry for one in column))
+        return fingerprint(self.declared[2], tuple(held))
+
+
+def disagree(column: Groups) -> bool:
+    """About who holds the same bytes, in a group of one or two ranks."""
+    told = {one.replicas for one in column}
+    if told == {2}:
+        return len(column) == 1 or column[0].geometry != column[1].geometry
+    return told != {1}
 
 
 class EnginesMachine(RuleBasedStateMachine):
@@ -106,7 +119,10 @@ class EnginesMachine(RuleBasedStateMachine):
         said = self.model[name]
         if not said.is_complete():
             return None
-        if len({len(groups) for _, groups in said.ranks.values()}) > 1:
+        ranks = [groups for _, groups in said.ranks.values()]
+        if len({len(groups) for groups in ranks}) > 1:
+            return BadRequestError
+        if any(disagree(column) for column in zip(*ranks, strict=True)):
             return BadRequestError
         key = said.fingerprint()
         if key not in self.known and len(self.known) == NAMESPACES_MAX:
@@ -222,7 +238,7 @@ def test_ready_with_the_last_word_whatever_the_order(
             engines.register(sid(step), A, step, (shapes[step],))
     namespace = engines.ready(A).namespace
     assert namespace is not None
-    assert namespace.fingerprint == fingerprint(PLAIN, tuple((one.geometry,) for one in shapes))
+    assert namespace.fingerprint == fingerprint(PLAIN, (tuple(one.geometry for one in shapes),))
     assert namespace.instances == 1
 
 

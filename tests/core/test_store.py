@@ -18,15 +18,14 @@ from store_world import (
     R,
     ids,
     layout_of,
+    new_store,
     pieces,
     save,
     words,
 )
 
 from trikv.core import namespace as namespaces
-from trikv.core.cache import Cache
 from trikv.core.calls import Load, Named, Query
-from trikv.core.engines import Engines
 from trikv.core.errors import (
     BadRequestError,
     KvError,
@@ -34,8 +33,6 @@ from trikv.core.errors import (
     NotReadyError,
     OverloadedError,
 )
-from trikv.core.plans import Limits
-from trikv.core.windows import Windows
 from trikv.core.words import InstanceName, LeaseId, RequestId, SessionId
 from trikv.nursery import store as module
 from trikv.nursery.store import Store
@@ -48,9 +45,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def store(clock: Clock) -> Store:
-    limits = Limits(lease_s=LEASE_S, fill_s=FILL_S, filling_fraction_many_ranks=0.5)
-    cache = Cache(4 * SLAB, SLAB, entries_max=64, seed=1, limits=limits)
-    return Store(cache, Engines(instances_max=4), clock, Windows((60.0,), now_s=clock()))
+    return new_store(clock)
 
 
 @pytest.fixture

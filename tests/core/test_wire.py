@@ -98,6 +98,8 @@ def test_register() -> None:
     assert [len(one.pieces) for one in call.groups] == [1, 2]
     assert call.groups[1].pieces[0] == Piece(0, 1 << 40, 8, 8)
     assert (call.groups[0].block_count, call.groups[0].layout) == (4, "f32")
+    assert [one.replicas for one in call.groups] == [1, 1], "as callers that do not know of it mean"
+    assert read("register", groups=[group(replicas=8)]).groups[0].replicas == 8
     assert (call.fence_address, call.fence_count) == (1 << 41, 4)
 
 
@@ -179,6 +181,8 @@ BOUNDS: list[tuple[str, Facts, Facts]] = [
     ("register", {"groups": [group()]}, {"groups": [group(pieces=[])]}),
     ("register", {"groups": [group(layout="l" * 256)]}, {"groups": [group(layout="l" * 257)]}),
     ("register", {"groups": [group(layout="l")]}, {"groups": [group(layout="")]}),
+    ("register", {"groups": [group(replicas=1)]}, {"groups": [group(replicas=0)]}),
+    ("register", {"groups": [group(replicas=64)]}, {"groups": [group(replicas=65)]}),
     ("register", {"fences": FENCES}, {"fences": {**FENCES, "count": 65_537}}),
     ("register", {"fences": {"count": 0}}, {"fences": {"count": (1 << 32) - 1}}),
     ("query", {"request": "r" * 512}, {"request": "r" * 513}),

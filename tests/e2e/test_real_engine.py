@@ -139,6 +139,21 @@ def kill_while_a_lease_is_held(daemon: RunningDaemon, engine: Engine) -> bool:
     return was_held
 
 
+def test_two_ranks_find_what_two_ranks_computed(start: Start, tmp_path: Path, model: Path) -> None:
+    """Each has one of the two heads; with the other's bytes the tokens would be others."""
+    daemon = start_daemon(start, tmp_path)
+    two = ("--tensor-parallel-size", "2", "--max-tokens", "8")
+    cold = Engine(start, tmp_path, "cold", model, *two, socket=daemon.path).finish()
+    assert [request["external_tokens"] for request in cold] == [0, 0, 0]
+    (namespace,) = asyncio.run(status(daemon.address))["namespaces"]
+    warm = Engine(start, tmp_path, "warm", model, *two, socket=daemon.path).finish()
+    assert all(request["external_tokens"] > 0 for request in warm)
+    assert [one["output"] for one in warm] == [one["output"] for one in cold]
+    facts = asyncio.run(status(daemon.address))
+    assert [one["fingerprint"] for one in facts["namespaces"]] == [namespace["fingerprint"]]
+    assert facts["counters"]["trikv_load_failed_blocks_total"] == 0
+
+
 def test_an_engine_hits_what_one_of_another_host_computed(
     start: Start, tmp_path: Path, model: Path
 ) -> None:

@@ -122,6 +122,7 @@ class Engine:
     session: Any
     name: str = "engine"
     ranks: int = 1
+    replicas: int = 1
     block_count: int = 64
     page_bytes: int = 8192
     fields: dict[str, str] = field(default_factory=lambda: {"model": "m"})
@@ -148,6 +149,7 @@ class Engine:
             for at in (0, half)
         ]
         group = {"blockCount": self.block_count, "pieces": pieces, "layout": "bytes"}
+        group["replicas"] = self.replicas
         message = {
             "instance": self.name,
             "rank": rank,

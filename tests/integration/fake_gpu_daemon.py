@@ -1,4 +1,4 @@
-"""A daemon's tasks with copiers of a fake GPU, and an engine of one rank on it."""
+"""A daemon's tasks with copiers of a fake GPU, and engines' ranks on it."""
 
 import contextlib
 import mmap
@@ -74,13 +74,16 @@ class Gpu:
 
 @dataclass
 class Rank:
-    """An engine of one rank whose blocks lie in one memfd."""
+    """A rank of an engine, the only one unless said otherwise, whose blocks lie in one memfd."""
 
     daemon: Daemon
     name: str = "engine"
     pieces: tuple[Piece, ...] = (Piece(0, 0, PAGE, PAGE),)
     blocks: int = BLOCKS
     word_count: int = 0
+    number: int = 0
+    ranks: int = 1
+    replicas: int = 1
     session: Session = field(init=False)
     memory: NDArray[np.uint8] = field(init=False)
     events: mmap.mmap = field(init=False)
@@ -97,7 +100,8 @@ class Rank:
         service = self.daemon.service
         self.session = service.hello(HeldProcess(os.getpid()), "test")
         name = InstanceName(self.name)
-        await service.declare(self.session, Declare(name, 1, (("model", "m"),)))
+        if self.number == 0:
+            await service.declare(self.session, Declare(name, self.ranks, (("model", "m"),)))
         return await self.register()
 
     async def register(self) -> tuple[int, ...]:
@@ -108,12 +112,12 @@ class Rank:
         gpu = GpuMemory(UUID, handles, events, signals)
         call = Register(
             name,
-            0,
+            self.number,
             (
                 Range(ALLOCATION_BYTES_MAX, len(self.memory)),
                 Range(2 * ALLOCATION_BYTES_MAX, len(self.word_memory)),
             ),
-            (GroupPieces(self.blocks, self.pieces, "bytes"),),
+            (GroupPieces(self.blocks, self.pieces, "bytes", self.replicas),),
             0,
             0,
             gpu,
@@ -131,10 +135,12 @@ class Rank:
             self.memory[at : at + n].tobytes() for at, n in zip(parts, sizes, strict=True)
         )
 
-    async def save(self, names: Sequence[object], blocks: Sequence[int], event: int = 0) -> int:
+    async def save(
+        self, names: Sequence[object], blocks: Sequence[int], event: int = 0, first: int = 0
+    ) -> int:
         words = hashes_to_words(hashes(*names), 32)
         ids = np.array(blocks, np.int32)
-        call = Save(0, 0, RequestId("r"), 0, words, ids, 0, 0, event)
+        call = Save(self.number, 0, RequestId("r"), first, words, ids, 0, 0, event)
         save = partial(self.daemon.service.save, self.session, call)
         return (await answer_of(save)).saved_count
 
@@ -153,8 +159,14 @@ class Rank:
         """Positions that did not arrive."""
         hits, lease = self.query(names, request)
         assert hits == len(names)
+        return await self.load_leased(lease, blocks, budget_s)
+
+    async def load_leased(
+        self, lease: int, blocks: Sequence[int], budget_s: float = 0
+    ) -> list[int]:
+        """Likewise."""
         ids = np.array(blocks, np.int32)
-        call = Load(0, LeaseId(lease), 0, ids, budget_s)
+        call = Load(self.number, LeaseId(lease), 0, ids, budget_s)
         return (await self.ask(call)).tolist()
 
     async def ask(self, call: Load) -> NDArray[np.int32]:

@@ -1,6 +1,10 @@
-"""Ranks of one engine that disagree: one never saves, one never loads."""
+"""Ranks of one engine: one never saves, one never loads, some hold the same bytes."""
 
 import asyncio
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,5 +129,38 @@ def test_a_rank_that_never_loads_holds_its_blocks_until_the_lease_ends(
             assert wire_code(await engine.load(found.lease, [1], rank=1)) == "lease-lost"
             assert await save_each(engine, "late", 40) >= 30, "and now the 8 may go too"
             assert wire_ok(await engine.query(held, "again")).hitCount == 0
+
+    asyncio.run(main())
+
+
+def test_status_shows_that_ranks_with_the_same_bytes_are_stored_once(
+    start: Start, tmp_path: Path
+) -> None:
+    daemon = start_daemon(start, tmp_path)
+    blob = hashes(*(f"once-{n}" for n in range(8)))
+
+    def shown() -> str:
+        command = [sys.executable, "-m", "trikv.cli.main", "status"]
+        environ = os.environ | {"TRIKV_SOCKET": str(daemon.path)}
+        return subprocess.run(
+            command, env=environ, capture_output=True, text=True, check=True, timeout=60
+        ).stdout
+
+    async def main() -> None:
+        async with attached(daemon.address, ranks=4, replicas=2, name="pairs") as engine:
+            before = [fill(engine, rank, seed=rank // 2 - rank) for rank in range(4)]
+            for rank in range(4):
+                assert wire_ok(await engine.save(blob, list(range(8)), rank=rank)).savedCount == 4
+            found = wire_ok(await engine.query(blob))
+            assert found.hitCount == 8
+            for rank in range(4):
+                engine.memory[rank][:] = 0
+                assert failed(await engine.load(found.lease, list(range(8)), rank=rank)) == []
+                assert np.array_equal(engine.memory[rank][:8], before[rank][:8])
+            facts = await status(daemon.address)
+            (row,), (namespace,) = facts["engines"], facts["namespaces"]
+            assert (row["rankCount"], row["pageCounts"]) == (4, [2])
+            assert namespace["bytes"] == facts["pool"]["usedBytes"] == 8 * 2 * PAGE
+            assert re.search(r"^pairs +[0-9a-f]{8} +4/4 +2 +ready$", shown(), re.MULTILINE)
 
     asyncio.run(main())

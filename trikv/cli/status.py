@@ -116,11 +116,12 @@ def render(facts: Facts) -> list[str]:
             f"{row['engineCount']:>9}  {label}"
         )
     lines += _tenants(facts["tenants"])
-    lines += ["", f"{'engine':<38}{'namespace':<11}{'ranks':<7}state"]
+    lines += ["", f"{'engine':<32}{'namespace':<11}{'ranks':<7}{'pages':<6}state"]
     for row in facts["engines"]:
         ranks = f"{row['ranksRegistered']}/{row['rankCount']}"
-        name, state = cut(row["name"], 37), cut(row["state"], 24)
-        lines.append(f"{name:<38}{row['namespace'][:8]:<11}{ranks:<7}{state}")
+        pages = "+".join(map(str, row.get("pageCounts", [])))  # an earlier version's has none
+        name, state = cut(row["name"], 31), cut(row["state"], 24)
+        lines.append(f"{name:<32}{row['namespace'][:8]:<11}{ranks:<7}{pages:<6}{state}")
     return lines + _gpus(facts["copiers"])
 
 

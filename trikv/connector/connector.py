@@ -122,15 +122,16 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _build(self, role: Any) -> None:  # noqa: ANN401
         transfer = self._vllm_config.kv_transfer_config
-        self._shape = shapes.shape(self._kv_cache_config)
+        self._shape = shapes.shape(self._vllm_config, self._kv_cache_config)
         # engine_id may be given by the user and so be shared; instance_id is drawn at each start.
         self._instance = f"{transfer.engine_id}/{getattr(self._vllm_config, 'instance_id', '')}"[
             :256
         ]
         software = engine.software()
         self._client = Client(Settings(software, given=self._settings.address), self._log)
-        calls = Calls(self._client)
         if role == KVConnectorRole.WORKER:
+            self._rank = engine.rank(self._vllm_config)
+            calls = Calls(self._client, self._rank)
             self._worker = WorkerHalf(
                 calls,
                 self._log,
@@ -140,13 +141,14 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
             return
         instance = {
             "name": self._instance,
-            "rankCount": 1,
+            "rankCount": self._shape.rank_count,
             "fields": [
                 {"name": name, "value": value} for name, value in self._fields(software).items()
             ],
         }
         policy = Policy(
             block_tokens=self._shape.block_tokens,
+            rank_count=self._shape.rank_count,
             query_s=self._settings.query_s,
             load_wait_s=self._settings.load_wait_s,
             hold_s=self._hold_s(),
@@ -155,7 +157,7 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
             saves=transfer.is_kv_producer,
             loads=transfer.is_kv_consumer,
         )
-        self._scheduler = SchedulerHalf(calls, policy, self._log)
+        self._scheduler = SchedulerHalf(Calls(self._client), policy, self._log)
         self._client.start(Introduction("declare", lambda: {"instance": instance}))
 
     def _hold_s(self) -> float:
@@ -172,6 +174,7 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
             hash_generation=engine.hash_generation(KVConnectorBase_V1),
             tenant=self._settings.tenant,
             weights_epoch=self._settings.weights_epoch,
+            replicas=self._shape.replicas,
         )
 
     def note_failure(self, hook: str) -> None:
@@ -298,9 +301,8 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             return
         tensors = {name: kv_caches[name] for name in self._shape.page_bytes if name in kv_caches}
-        self._worker.register(
-            self._instance, 0, tensors, self._shape.block_count, self._shape.page_bytes
-        )
+        what = (tensors, self._shape.block_count, self._shape.page_bytes)
+        self._worker.register(self._instance, self._rank, *what, replicas=self._shape.replicas)
 
     @guarded(nothing)
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:  # noqa: ANN401

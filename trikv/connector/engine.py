@@ -57,6 +57,14 @@ def hash_probe(vllm_config: Any, block_tokens: int) -> str:  # noqa: ANN401
     return bytes(request.block_hashes[-1]).hex()
 
 
+def rank(vllm_config: Any) -> int:  # noqa: ANN401
+    """Which of the tensor-parallel ranks this worker is."""
+    if vllm_config.parallel_config.tensor_parallel_size == 1:
+        return 0
+    state = import_module("vllm.distributed.parallel_state")
+    return int(state.get_tensor_model_parallel_rank())
+
+
 def hit_source() -> Any:  # noqa: ANN401
     """Where hits come from, for vLLM's statistics since 0.32: the daemon's host memory."""
     try:

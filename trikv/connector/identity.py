@@ -200,6 +200,17 @@ def _draft(vllm_config: Any, software: str, epoch: str) -> str:  # noqa: ANN401
     return f"{method}:{_config_digest(draft)}:{weights}"
 
 
+def _is_cut_from_one(model_config: Any, *weights: str) -> bool:  # noqa: ANN401
+    """Whether the same weights come out however many ranks they are cut for.
+
+    Made-up ones are drawn a rank, and what is quantized at load is quantized after the cut.
+    """
+    kept = getattr(model_config.hf_config, "quantization_config", None)
+    return not any("dummy:" in one for one in weights) and (
+        getattr(model_config, "quantization", None) is None or kept is not None
+    )
+
+
 def fields(
     vllm_config: Any,  # noqa: ANN401
     *,
@@ -208,8 +219,18 @@ def fields(
     hash_generation: str,
     tenant: str = "",
     weights_epoch: str = "",
+    replicas: int = 1,
 ) -> dict[str, str]:
     """Everything that a block's bytes and names depend on, less the geometry that workers register.
+
+    Args:
+        vllm_config: of the engine.
+        software: that fills dummy weights.
+        hash_probe: tells how blocks are hashed.
+        hash_generation: likewise.
+        tenant: a text of the user's.
+        weights_epoch: likewise.
+        replicas: so many tensor-parallel ranks hold the same bytes.
 
     Raises:
         IdentityError: the weights cannot be told from others.
@@ -220,6 +241,8 @@ def fields(
     attention = getattr(vllm_config, "attention_config", None)
     backend = getattr(attention, "backend", None) or os.environ.get("VLLM_ATTENTION_BACKEND")
     layout = getattr(cache, "kv_cache_layout", None) or os.environ.get("VLLM_KV_CACHE_LAYOUT")
+    draft = _draft(vllm_config, software, weights_epoch)
+    is_cut = _is_cut_from_one(model, weights, draft)
     return {
         "label": _label(model),
         "model_config": _config_digest(model),
@@ -234,7 +257,7 @@ def fields(
         "attention": _name(backend) if backend else "auto",
         "kv_layout": _name(layout) if layout else "auto",
         "device": _name(getattr(getattr(vllm_config, "device_config", None), "device_type", "")),
-        "tensor_parallel": str(parallel.tensor_parallel_size),
+        "tensor_parallel": str(parallel.tensor_parallel_size // (replicas if is_cut else 1)),
         "pipeline_parallel": str(parallel.pipeline_parallel_size),
         "prefill_context_parallel": str(getattr(parallel, "prefill_context_parallel_size", 1)),
         "decode_context_parallel": str(getattr(parallel, "decode_context_parallel_size", 1)),
@@ -242,5 +265,5 @@ def fields(
         "hash_lookahead": str(getattr(vllm_config, "num_hash_lookahead_tokens", 0) or 0),
         "hash_generation": hash_generation,
         "hash_probe": hash_probe,
-        "draft": _draft(vllm_config, software, weights_epoch),
+        "draft": draft,
     }

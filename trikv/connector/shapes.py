@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from trikv.wire import RANKS_MAX
+
 FULL_ATTENTION: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec"})
 """Blocks of these stay with their request until it ends; others give blocks back in mid-request."""
 RANDOM_HASHES: Final = ("xxhash", "xxhash_cbor")
@@ -33,6 +35,8 @@ class Shape:
     block_tokens: int
     block_count: int
     page_bytes: Mapping[str, int]  # by layer
+    rank_count: int = 1
+    replicas: int = 1  # so many ranks in a row hold the same bytes
 
 
 def refusal(
@@ -74,13 +78,10 @@ def refusal(
 
 def unsupported(vllm_config: Any, kv_cache_config: Any) -> str:  # noqa: ANN401
     """Why nothing is cached in this engine; empty: it is served."""
-    parallel = vllm_config.parallel_config
-    ranks = 1
-    for name in ("tensor", "pipeline", "prefill_context", "decode_context"):
-        ranks *= getattr(parallel, f"{name}_parallel_size", 1) or 1
+    split = _unsupported_split(vllm_config.parallel_config)
     groups = getattr(kv_cache_config, "kv_cache_groups", None) or ()
-    if ranks > 1:
-        return f"an engine of {ranks} ranks is not supported yet"
+    if split:
+        return split
     if len(groups) != 1:
         return f"{len(groups)} cache groups are not supported yet"
     odd = sorted(set(_kinds(kv_cache_config)) - FULL_ATTENTION)
@@ -95,8 +96,19 @@ def unsupported(vllm_config: Any, kv_cache_config: Any) -> str:  # noqa: ANN401
     return ""
 
 
-def shape(kv_cache_config: Any) -> Shape:  # noqa: ANN401
-    """The one group's block and its bytes in each layer."""
+def _unsupported_split(parallel: Any) -> str:  # noqa: ANN401
+    for name in ("pipeline", "prefill-context", "decode-context"):
+        if (getattr(parallel, f"{name.replace('-', '_')}_parallel_size", 1) or 1) > 1:
+            return f"{name} parallelism is not supported yet"
+    if parallel.tensor_parallel_size > RANKS_MAX:
+        return f"an engine of more than {RANKS_MAX} ranks is not supported"
+    if (getattr(parallel, "nnodes_within_dp", 1) or 1) > 1:
+        return "ranks on several hosts are not supported: a daemon serves those of its own"
+    return ""
+
+
+def shape(vllm_config: Any, kv_cache_config: Any) -> Shape:  # noqa: ANN401
+    """The one group's block and its bytes in each layer, and who holds them."""
     (group,) = kv_cache_config.kv_cache_groups
     specs = {name: _spec(group.kv_cache_spec, name) for name in group.layer_names}
     return Shape(
@@ -107,7 +119,30 @@ def shape(kv_cache_config: Any) -> Shape:  # noqa: ANN401
             name: int(getattr(spec, "real_page_size_bytes", None) or spec.page_size_bytes)
             for name, spec in specs.items()
         },
+        rank_count=int(vllm_config.parallel_config.tensor_parallel_size),
+        replicas=_replicas(vllm_config, kv_cache_config),
     )
+
+
+def _replicas(vllm_config: Any, kv_cache_config: Any) -> int:  # noqa: ANN401
+    """How many tensor-parallel ranks in a row hold the same bytes, as vLLM itself says; else 1.
+
+    From 0.31 on it says so in numbers. Before, every layer being MLA's says it: its latent has no
+    heads to split, and vLLM's own connectors take it as equal on all ranks. Hidden states that are
+    kept as if they were MLA's are not meant. With grouped heads fewer than ranks nothing is said of
+    which head a rank has: models decide that, and layers may differ.
+    """
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+    told = getattr(kv_cache_config, "kv_tp_replicas", None)
+    if told is None:
+        speculative = getattr(vllm_config, "speculative_config", None)
+        is_latent = (
+            bool(getattr(vllm_config.model_config, "use_mla", False))
+            and set(_kinds(kv_cache_config)) == {"MLAAttentionSpec"}
+            and getattr(speculative, "method", None) != "extract_hidden_states"
+        )
+        told = ranks if is_latent else 1
+    return told if told >= 1 and ranks % told == 0 else 1
 
 
 def _spec(spec: Any, layer: str) -> Any:  # noqa: ANN401

@@ -104,10 +104,13 @@ class WorkerHalf:
         tensors: Mapping[str, layouts.Tensor],
         block_count: int,
         page_bytes: int | Mapping[str, int],
+        *,
+        replicas: int = 1,
     ) -> None:
         """Offer the KV tensors to the daemon, from now on and after each reconnect.
 
-        Tensors that cannot be described or shared are not offered, and the log says why.
+        Tensors that cannot be described or shared are not offered, and the log says why. So many
+        ranks in a row (`replicas`) hold the same bytes.
         """
         try:
             plan = layouts.pieces(tensors, block_count, page_bytes)
@@ -115,16 +118,15 @@ class WorkerHalf:
         except layouts.LayoutError as error:
             self._log.warning("TriKV: %s; nothing is cached", error)
             return
+        for group in memory["groups"]:
+            group["replicas"] = replicas
         self._tensors = dict(tensors)  # keeps the memory mapped while the daemon may copy
         params = {"rank": registration(instance, rank, self._fences) | memory}
         self._is_registered = True
         self._calls.client.start(Introduction("register", lambda: params, offers_memory=True))
         self._log.info(
-            "TriKV: offering %d blocks of %d bytes in %d pieces (%s)",
-            block_count,
-            plan.page_bytes,
-            len(plan.pieces),
-            plan.layout,
+            "TriKV: offering %d blocks of %d bytes in %d pieces (%s), one copy on %d ranks",
+            *(block_count, plan.page_bytes, len(plan.pieces), plan.layout, replicas),
         )
 
     def _export(self, plan: layouts.Plan, block_count: int) -> dict[str, Any]:

@@ -50,8 +50,8 @@ def bring_back(
     rows = np.flatnonzero(index.find(space, words) < 0)[: blocks.unused_count]
     taken = pages.take(shape, slots[rows])
     rows = rows[np.isin(slots[rows], taken)]
-    rank_count = len(pages.page_bytes(shape))
-    entries = blocks.reserve(taken, depths[rows], space=space, rank_count=rank_count)
+    page_count = len(pages.page_bytes(shape))
+    entries = blocks.reserve(taken, depths[rows], space=space, page_count=page_count)
     if len(entries):
         pages.set_owner(taken, entries)
         index.insert(space, words[rows], entries)

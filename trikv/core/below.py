@@ -273,12 +273,12 @@ class Below:
         depths: NDArray[np.int32],
         kin: Entries,
     ) -> SpillPart:
-        cache, ranks = self.cache, range(self.cache.spaces[chain.space].rank_count)
+        cache, pages = self.cache, range(self.cache.spaces[chain.space].page_count)
         plan = self.lowers[disk].prepare_write(origin, words, depths, kin=kin)
         at = plan.positions
         cache.blocks.pin(live[at])
         slots = cache.blocks.slot[live[at]]
-        offsets = np.array([cache.pages.offsets(slots, rank) for rank in ranks], np.int64)
+        offsets = np.array([cache.pages.offsets(slots, page) for page in pages], np.int64)
         return SpillPart(disk, plan, chain, live[at], offsets, words[at], depths[at], kin)
 
     def unwritten(self) -> tuple[int, int]:

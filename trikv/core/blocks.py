@@ -5,8 +5,8 @@ is in this file; it does not know keys, places, recency or who asks.
 
 | state | event | becomes | effect |
 | --- | --- | --- | --- |
-| absent | reserved: pages of all ranks are there | filling | |
-| filling | claimed: a rank begins to write its page | filling | |
+| absent | reserved: all its pages are there | filling | |
+| filling | claimed: a rank begins to write a page | filling | |
 | filling | page filled, others missing | filling | |
 | filling | last page filled | sealed | the block becomes visible |
 | filling | writer lost or deadline, others still write | doomed | leaves the index |
@@ -33,7 +33,7 @@ from trikv.core.errors import IllegalEventError
 from trikv.core.rows import is_all, rows_of
 from trikv.core.words import Entries, SpaceId
 
-RANKS_MAX: Final = 64
+PAGES_MAX: Final = 64
 
 
 class Watcher(Protocol):
@@ -100,7 +100,7 @@ class Blocks:
         space: int32, the space the key is in.
         slot: int64, its place in the pool.
         depth: int32, position in its sequence.
-        wanted, claimed, filled: uint64 masks of ranks: all, begun or done, done.
+        wanted, claimed, filled: uint64 masks of pages: all, begun or done, done.
         writers: int32, copies into the block that have not ended.
         pins: int32, leases and copies out of it.
         generation: uint32, grows when a row is reserved: tells reuse of the row.
@@ -150,9 +150,9 @@ class Blocks:
         depths: NDArray[np.int32],
         *,
         space: SpaceId,
-        rank_count: int,
+        page_count: int,
     ) -> Entries:
-        """Absent to filling: give rows to blocks whose pages on all ranks have been allocated.
+        """Absent to filling: give rows to blocks whose pages have been allocated.
 
         Returns:
             The rows, ascending, one a slot; at most `unused_count` may be asked for.
@@ -164,7 +164,7 @@ class Blocks:
         self.space[rows] = space
         self.slot[rows] = slots
         self.depth[rows] = depths
-        self.wanted[rows] = _mask(rank_count)
+        self.wanted[rows] = _mask(page_count)
         self.claimed[rows] = 0
         self.filled[rows] = 0
         self.replica[rows] = False
@@ -173,17 +173,17 @@ class Blocks:
         _add(self.used_by_space, space, len(entries))
         return entries
 
-    def claim(self, entries: Entries, rank: int) -> None:
-        """A copy of `rank`'s pages begins; the rank must not have claimed them before."""
+    def claim(self, entries: Entries, page: int) -> None:
+        """A copy into the rows' pages of this number begins; nobody must have claimed them."""
         self._expect(entries, FILLING)
-        rows, bit = rows_of(entries), np.uint64(1 << rank)
+        rows, bit = rows_of(entries), np.uint64(1 << page)
         claimed = self.claimed[rows]
         assert not (claimed & bit).any()
         self.claimed[rows] = claimed | bit
         self.writers[rows] += 1
 
-    def fill(self, entries: Entries, rank: int) -> tuple[Entries, Entries]:
-        """A copy of `rank`'s pages has ended well.
+    def fill(self, entries: Entries, page: int) -> tuple[Entries, Entries]:
+        """A copy into the rows' pages of this number has ended well.
 
         Returns:
             (sealed, freed): rows that became visible, and doomed rows that nobody holds any more.
@@ -192,7 +192,7 @@ class Blocks:
         is_live = self.state[rows_of(entries)] == FILLING
         doomed, live = _split(entries, is_live)
         rows = rows_of(live)
-        filled = self.filled[rows] | np.uint64(1 << rank)
+        filled = self.filled[rows] | np.uint64(1 << page)
         self.filled[rows] = filled
         _, sealed = _split(live, filled == self.wanted[rows])
         self._set_state(sealed, SEALED)
@@ -201,7 +201,7 @@ class Blocks:
         return sealed, self._free_unheld(doomed)
 
     def claim_whole(self, entries: Entries) -> None:
-        """One writer begins to write the pages of all ranks; nobody must have claimed any."""
+        """One writer begins to write all pages; nobody must have claimed any."""
         self._expect(entries, FILLING)
         assert not bool(self.claimed[entries].any())
         self.claimed[entries] = self.wanted[entries]
@@ -218,7 +218,7 @@ class Blocks:
         return live, self._free_unheld(doomed)
 
     def fail(self, entries: Entries) -> tuple[Entries, Entries]:
-        """A copy into these rows has ended badly: their bytes cannot be trusted on any rank.
+        """A copy into these rows has ended badly: none of their pages can be trusted.
 
         Returns:
             (lost, freed): filling rows that must leave the index now, and rows that nobody holds.
@@ -364,9 +364,9 @@ def _add(totals: dict[int, int], space: int, count: int) -> None:
         totals.pop(space, None)
 
 
-def _mask(rank_count: int) -> np.uint64:
-    assert 1 <= rank_count <= RANKS_MAX
-    return np.uint64((1 << rank_count) - 1)
+def _mask(page_count: int) -> np.uint64:
+    assert 1 <= page_count <= PAGES_MAX
+    return np.uint64((1 << page_count) - 1)
 
 
 class _Rows:

@@ -23,6 +23,7 @@ from trikv.core.leases import Lease, Leases
 from trikv.core.pages import Pages
 from trikv.core.plans import Hit, Key, Limits, LoadPlan, SavePlan, SpaceFacts
 from trikv.core.policies import Maker, leaf_first_lru
+from trikv.core.replicas import own_turns, page_of
 from trikv.core.retired import Retired
 from trikv.core.room import Room
 from trikv.core.rows import is_all, rows_of
@@ -180,7 +181,7 @@ class Cache:
             granted,
             space=key.space,
             block_bytes=facts.block_bytes,
-            rank_count=facts.rank_count,
+            rank_count=facts.page_count * key.replicas,
             now_s=now_s,
         )
 
@@ -215,6 +216,7 @@ class Cache:
         count: int,
         *,
         now_s: float,
+        replicas: int = 1,
     ) -> LoadPlan:
         """Pin the blocks that `rank` wants to copy out; the lease's end no longer matters to them.
 
@@ -233,7 +235,8 @@ class Cache:
             if over is not None:
                 self.room.unpin(over)
         self.counters.load_total += 1
-        return LoadPlan(self._begin(), entries, self.pages.offsets(self.blocks.slot[entries], rank))
+        offsets = self.pages.offsets(self.blocks.slot[entries], page_of(rank, replicas))
+        return LoadPlan(self._begin(), entries, offsets)
 
     def complete_load(self, plan: LoadPlan, *, copied_count: int, copied_bytes: int) -> None:
         """The copy has ended, well or not: nothing reads the pages any more."""
@@ -253,7 +256,7 @@ class Cache:
         Args:
             key: the request's.
             words: hashes of the blocks at positions `first` and after.
-            rank: whose pages.
+            rank: whose turns, and whose page.
             first: position in the request of the first block.
             now_s: for the deadline by which all ranks must have saved.
 
@@ -273,21 +276,18 @@ class Cache:
             key, facts, chain, at_hand, words[absent], absent + first, now_s=now_s
         )
         entries[absent[: len(reserved)]] = reserved
-        known = np.flatnonzero(entries >= 0)
-        claimed = self.blocks.claimed[entries[known]] >> np.uint64(rank) & np.uint64(1)
-        mine = known[(self.blocks.state[entries[known]] == FILLING) & (claimed == 0)]
-        self.blocks.claim(entries[mine], rank)
+        is_own = own_turns(rank, key.replicas, first, len(words))
+        page = page_of(rank, key.replicas)
+        mine, present, refused = self._fills.claim(entries, page, is_own)
         chain.put(first, entries, self.blocks.generation[entries])
         if len(mine) == 0:
             self.uses.touch(facts.shape, chain)
-        refused = len(absent) - len(reserved)
-        present = len(words) - refused - len(mine)
         self.counters.save_total += 1
         self.counters.save_present_blocks_total += present
         self.counters.save_refused_blocks_total += refused
-        offsets = self.pages.offsets(self.blocks.slot[entries[mine]], rank)
+        offsets = self.pages.offsets(self.blocks.slot[entries[mine]], page)
         return SavePlan(
-            self._begin(), key, rank, mine, entries[mine], offsets, present, refused, chain
+            self._begin(), key, page, mine, entries[mine], offsets, present, refused, chain
         )
 
     def complete_save(self, plan: SavePlan, copied: Bools, *, copied_bytes: int) -> None:
@@ -301,7 +301,7 @@ class Cache:
         self._end(plan.transfer)
         self.settle()
         facts = self.spaces[plan.key.space]
-        sealed, freed = self.blocks.fill(plan.entries[copied], plan.rank)
+        sealed, freed = self.blocks.fill(plan.entries[copied], plan.page)
         self.room.free(freed)
         if not bool(copied.all()):
             lost, freed = self.blocks.fail(plan.entries[~copied])
@@ -368,7 +368,7 @@ class Cache:
 
     @property
     def filling_bytes(self) -> int:
-        """Pool bytes of blocks that not all ranks have filled, or that are being fetched."""
+        """Pool bytes of blocks that are not whole yet, or that are being fetched."""
         return self._fills.bytes + self.landings.bytes
 
     def spaces_in_use(self) -> set[SpaceId]:

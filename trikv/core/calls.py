@@ -30,6 +30,7 @@ class GroupPieces:
     block_count: int
     pieces: tuple[Piece, ...]
     layout: str
+    replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from trikv.core.errors import (
 )
 from trikv.core.layout import GroupLayout
 from trikv.core.namespace import Fields, Namespace, Namespaces
+from trikv.core.replicas import pages_of
 from trikv.core.words import InstanceName, SessionId
 
 
@@ -58,6 +59,10 @@ class Instance:
             return "its scheduler has not declared it"
         absent = [rank for rank in range(self.rank_count) if rank not in self.ranks]
         return f"rank {', '.join(map(str, absent[:8]))} of {self.rank_count} not registered"
+
+    def replicas(self, group: int) -> int:
+        """How many of its ranks hold the same page of a group; it is ready."""
+        return self.ranks[0].groups[group].replicas
 
     def is_abandoned(self) -> bool:
         """True when no session speaks for it."""
@@ -182,13 +187,8 @@ class Engines:
             return
         if len(instance.ranks) < instance.rank_count:
             return
-        ranks = tuple(
-            tuple(group.geometry for group in instance.ranks[rank].groups)
-            for rank in range(instance.rank_count)
-        )
-        if len({len(groups) for groups in ranks}) > 1:
-            raise BadRequestError("ranks have different numbers of cache groups")
-        instance.namespace = self.namespaces.open(instance.fields, ranks)
+        ranks = [instance.ranks[rank].groups for rank in range(instance.rank_count)]
+        instance.namespace = self.namespaces.open(instance.fields, pages_of(ranks))
         instance.bank = _common_bank(instance)
 
     def _leave(self, instance: Instance) -> None:

@@ -52,15 +52,15 @@ class Fills:
         *,
         now_s: float,
     ) -> Entries:
-        """Pages on all ranks for the leading blocks that find room, near the caller if they can be.
+        """Pages for the leading blocks that find room, near the caller if they can be.
 
         A block whose own ancestors would have to go for it is not worth its place; and rows that
-        were found for this message (`at_hand`) must not become others'.
+        were found for this message (`at_hand`) must not become others'. What one rank reserves
+        waits for the saves of the others, if there are any.
         """
         limits = self._limits
-        fraction = (
-            limits.filling_fraction if facts.rank_count == 1 else limits.filling_fraction_many_ranks
-        )
+        is_alone = facts.page_count * key.replicas == 1
+        fraction = limits.filling_fraction if is_alone else limits.filling_fraction_many_ranks
         may_fill = int(self._pages.capacity_bytes * fraction) - self.bytes
         count = min(len(words), max(0, may_fill) // facts.block_bytes)
         if count > self._room.count(facts.shape):
@@ -74,13 +74,34 @@ class Fills:
             slots,
             depths[: len(slots)].astype(np.int32),
             space=key.space,
-            rank_count=facts.rank_count,
+            page_count=facts.page_count,
         )
         self._pages.set_owner(slots, entries)
         self._index.insert(key.space, words[: len(slots)], entries)
         self.bytes += len(slots) * facts.block_bytes
         self._begun.append((now_s + limits.fill_s, entries, self._blocks.generation[entries]))
         return entries
+
+    def claim(
+        self, entries: Entries, page: int, is_own: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.int64], int, int]:
+        """Begin the copies that a rank has to make, of one page of each block.
+
+        Args:
+            entries: of a message; -1 where a block found no room.
+            page: which of their pages the rank holds.
+            is_own: bool[n], which of them are its to save.
+
+        Returns:
+            (positions, present, refused): where in the message they are; and of the rank's others,
+            how many are there or on their way, and how many found no room.
+        """
+        own = np.flatnonzero(is_own & (entries >= 0))
+        rows = entries[own]
+        is_claimed = self._blocks.claimed[rows] >> np.uint64(page) & np.uint64(1)
+        mine: NDArray[np.int64] = own[(self._blocks.state[rows] == FILLING) & (is_claimed == 0)]
+        self._blocks.claim(entries[mine], page)
+        return mine, len(own) - len(mine), int(np.count_nonzero(is_own)) - len(own)
 
     def expired(self, *, now_s: float) -> Entries:
         """Rows whose ranks did not all save in time; the caller gives them up."""

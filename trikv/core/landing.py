@@ -6,7 +6,7 @@ does not know where the bytes come from or who waits for them.
 
 | row | event | becomes |
 | --- | --- | --- |
-| absent | `reserve` finds room | filling, claimed for all ranks by the one who fetches |
+| absent | `reserve` finds room | filling, all pages claimed by the one who fetches |
 | filling | arrived | sealed, as if it had been saved |
 | filling | not arrived | absent |
 | filling | dropped (`reset`) meanwhile | doomed until the fetch ends |
@@ -37,8 +37,8 @@ class Landing:
         positions: int64[n], where the blocks stand in the request.
         entries: their rows.
         words: their hashes.
-        offsets: int64[ranks, n], byte offsets in the pool.
-        lengths: bytes of a page on each rank.
+        offsets: int64[pages, n], byte offsets in the pool.
+        lengths: bytes of each page of a block.
         source: where the bytes come from, an index into `TIERS`.
         is_spare: nobody here has asked for them: they are not used, and the first to go.
         left: rows that have not ended.
@@ -90,7 +90,7 @@ class Landings:
         bytes_max: int,
         source: int,
     ) -> Landing:
-        """Give pages on all ranks to the leading wanted blocks that are absent and find room.
+        """Give pages to the leading wanted blocks that are absent and find room.
 
         Args:
             transfer: names the copy.
@@ -111,7 +111,7 @@ class Landings:
         slots = self._pages.allocate(facts.shape, count)
         positions = positions[: len(slots)]
         entries = self._blocks.reserve(
-            slots, positions.astype(np.int32), space=space, rank_count=facts.rank_count
+            slots, positions.astype(np.int32), space=space, page_count=facts.page_count
         )
         if len(entries):
             self._blocks.claim_whole(entries)
@@ -124,7 +124,7 @@ class Landings:
         end = positions.item(-1) + 1 if len(positions) else 0
         line = line[:end]
         offsets = np.array(
-            [self._pages.offsets(slots, rank) for rank in range(facts.rank_count)], np.int64
+            [self._pages.offsets(slots, page) for page in range(facts.page_count)], np.int64
         )
         return Landing(
             transfer,
@@ -132,7 +132,7 @@ class Landings:
             positions,
             entries,
             words[positions],
-            offsets.reshape(facts.rank_count, -1),
+            offsets.reshape(facts.page_count, -1),
             self._pages.page_bytes(facts.shape),
             source,
             len(entries),
@@ -153,7 +153,7 @@ class Landings:
             landing: from `reserve`.
             facts: of its space.
             rows: indices into `landing.entries`, each ended once.
-            arrived: bool[len(rows)], whose bytes are right on all ranks.
+            arrived: bool[len(rows)], whose bytes are right on all pages.
         """
         entries = landing.entries[rows]
         assert bool(self.is_landing[entries].all())

@@ -65,6 +65,7 @@ class GroupLayout:
         length: uint64[pieces], bytes of each piece, in page order.
         block_count: ids run from 0 to this, less one.
         place: who has mapped the memory; None: it is the process's own.
+        replicas: so many ranks in a row hold the same page.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class GroupLayout:
         block_count: int,
         layout: str,
         place: Place | None = None,
+        *,
+        replicas: int = 1,
     ) -> None:
         """Check a registration and keep it.
 
@@ -83,6 +86,7 @@ class GroupLayout:
         _check_sizes(ranges, pieces, block_count)
         self.block_count = block_count
         self.place = place
+        self.replicas = replicas
         memory = np.array([piece.memory for piece in pieces], dtype=np.int64)
         offset = np.array([piece.offset for piece in pieces], dtype=np.uint64)
         self.stride = np.array([piece.stride for piece in pieces], dtype=np.uint64)

@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.blocks import RANKS_MAX
+from trikv.core.blocks import PAGES_MAX
 from trikv.core.namespace import ORIGIN_BYTES
 from trikv.core.pages import PAGE_ALIGN, Slots
 from trikv.core.rows import newest
@@ -56,7 +56,7 @@ SLAB: Final = np.dtype(
     [
         ("rank_count", "<u8"),
         ("cut", "<u8"),  # names this cut: records of an earlier one are not this one's
-        ("page_bytes", "<u8", (RANKS_MAX,)),
+        ("page_bytes", "<u8", (PAGES_MAX,)),
         ("check", "<u8"),
     ]
 )
@@ -238,7 +238,7 @@ class Ledger:
     def _recover_slab(self, slab: int) -> Iterator[tuple[tuple[int, ...], Slots, NDArray[np.void]]]:
         row = self._slabs[slab]
         count = int(row["rank_count"])
-        if not 1 <= count <= RANKS_MAX or row["check"] != _check_slab(row):
+        if not 1 <= count <= PAGES_MAX or row["check"] != _check_slab(row):
             return
         page_bytes = tuple(row["page_bytes"][:count].tolist())
         slab_bytes = self._slots_per_slab_max * PAGE_ALIGN

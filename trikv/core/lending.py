@@ -32,8 +32,8 @@ class Loan:
 
     Attributes:
         positions: int64[n], where they stand in what it asked for.
-        offsets: int64[ranks, n], where their pages lie in the pool.
-        page_bytes: of each rank.
+        offsets: int64[pages, n], where their pages lie in the pool.
+        page_bytes: of each page.
     """
 
     grant: Grant
@@ -104,12 +104,12 @@ class Lending:
         )
         cache.blocks.pin(entries)
         slots = cache.blocks.slot[entries]
-        ranks = range(facts.rank_count)
-        offsets = np.array([cache.pages.offsets(slots, rank) for rank in ranks], np.int64)
+        pages = range(facts.page_count)
+        offsets = np.array([cache.pages.offsets(slots, page) for page in pages], np.int64)
         self.lent_blocks_total += len(entries)
         page_bytes = cache.pages.page_bytes(facts.shape)
         self.lent_bytes_total += len(entries) * sum(page_bytes)
-        return Loan(grant, positions, offsets.reshape(facts.rank_count, -1), page_bytes)
+        return Loan(grant, positions, offsets.reshape(facts.page_count, -1), page_bytes)
 
     def release(self, peer: PeerId, grant: GrantId) -> tuple[bool, Grant | None]:
         """A peer reads no more, by its own word: was the grant valid all the time?

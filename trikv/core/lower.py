@@ -242,7 +242,7 @@ class Lower:
         self._room.make_beside(shape, count, kin, space=origin)
         slots = self.pages.allocate(shape, min(count, self.blocks.unused_count))
         positions = absent[: len(slots)]
-        entries = self.blocks.reserve(slots, depths[positions], space=origin, rank_count=1)
+        entries = self.blocks.reserve(slots, depths[positions], space=origin, page_count=1)
         if len(entries):
             self.blocks.claim(entries, 0)
             self.pages.set_owner(slots, entries)

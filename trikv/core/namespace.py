@@ -16,6 +16,8 @@ from trikv.core.words import SpaceId
 
 Fields = tuple[tuple[str, str], ...]
 """Sorted (name, value) pairs with unique names."""
+Pages = tuple[tuple[Geometry, ...], ...]
+"""A group's pages of a block, in rank order; ranks with the same bytes have one together."""
 
 PROBE_FIELD = "hash_probe"
 LABEL_FIELD = "label"
@@ -25,15 +27,16 @@ FINGERPRINT_BYTES = 16
 ORIGIN_BYTES = 32
 
 
-def fingerprint(fields: Fields, ranks: tuple[tuple[Geometry, ...], ...]) -> bytes:
+def fingerprint(fields: Fields, groups: Pages) -> bytes:
     """Name a namespace by everything its bytes depend on.
 
     Every part is tagged and length-prefixed, so that no two different inputs spell the same text.
     The `label` field is for people and is left out: the same weights under another name share.
+    How many ranks hold a page is left out too: its bytes are the same.
 
     Args:
         fields: what the scheduler declared.
-        ranks: a rank's geometry per cache group, in rank order.
+        groups: what the workers have registered.
 
     Returns:
         16 bytes.
@@ -42,15 +45,18 @@ def fingerprint(fields: Fields, ranks: tuple[tuple[Geometry, ...], ...]) -> byte
     for name, value in fields:
         if name != LABEL_FIELD:
             _add(digest, "field", name, value)
-    for rank, groups in enumerate(ranks):
-        for group, geometry in enumerate(groups):
+    for page in range(max(map(len, groups), default=0)):
+        for group, pages in enumerate(groups):
+            if page >= len(pages):
+                continue
+            geometry = pages[page]
             lengths = ",".join(
                 f"{size}x{len(list(run))}" for size, run in itertools.groupby(geometry.piece_bytes)
             )
             _add(
                 digest,
                 "page",
-                str(rank),
+                str(page),
                 str(group),
                 str(geometry.page_bytes),
                 lengths,
@@ -88,7 +94,7 @@ class Namespace:
 
     fingerprint: bytes
     fields: Fields
-    pages: tuple[tuple[int, ...], ...]  # a group: page bytes a rank
+    pages: tuple[tuple[int, ...], ...]  # a group: bytes of each page
     spaces: tuple[SpaceId, ...]
     epoch: int = 0
     instances: int = 0
@@ -119,21 +125,18 @@ class Namespaces:
             self._reserved[key] = self._space()
         return self._reserved[key]
 
-    def open(self, fields: Fields, ranks: tuple[tuple[Geometry, ...], ...]) -> Namespace:
+    def open(self, fields: Fields, groups: Pages) -> Namespace:
         """Find or make the namespace of a complete instance; counts one more user.
 
         Raises:
             OverloadedError: `NAMESPACES_MAX` are known; nothing was changed.
         """
-        key = fingerprint(fields, ranks)
+        key = fingerprint(fields, groups)
         found = self.by_fingerprint.get(key)
         if found is None:
             if len(self.by_fingerprint) >= NAMESPACES_MAX:
                 raise OverloadedError(f"{NAMESPACES_MAX} namespaces are in use")
-            pages = tuple(
-                tuple(geometry.page_bytes for geometry in group)
-                for group in zip(*ranks, strict=True)
-            )
+            pages = tuple(tuple(geometry.page_bytes for geometry in group) for group in groups)
             spaces = (self._reserved.pop((key, group), None) for group in range(len(pages)))
             found = Namespace(key, fields, pages, tuple(space or self._space() for space in spaces))
             self.by_fingerprint[key] = found

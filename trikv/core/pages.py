@@ -1,7 +1,7 @@
 """Where the pages of a block lie in the pool.
 
 Decided here: how the pool is cut. Slabs of one size are given to shapes on demand; a shape is the
-page bytes of a block on all its ranks; a slot of a slab holds one block. This file does not know:
+bytes of each page of a block; a slot of a slab holds one block. This file does not know:
 the memory itself, what a block is called, or what to evict (it says which slabs are coldest).
 
 | slab | event | becomes |
@@ -9,8 +9,8 @@ the memory itself, what a block is called, or what to evict (it says which slabs
 | free | `allocate` finds no room in the shape's own slabs | the shape's |
 | the shape's | its last used slot is freed | free |
 
-Inside a slab all pages of rank 0 come first, then all of rank 1 and so on: consecutive slots are
-contiguous in memory on each rank. A slot id is slab * `slots_per_slab_max` + position.
+Inside a slab all blocks' first pages come first, then all second ones and so on: consecutive slots
+are contiguous in memory, page by page. A slot id is slab * `slots_per_slab_max` + position.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ class _Cut:
     thereby resident: 5 bytes a slot.
     """
 
-    page_bytes: tuple[int, ...]  # a rank, rounded up
+    page_bytes: tuple[int, ...]  # of each page, rounded up
     slot_bytes: int  # all of them, or the least that a slot may have
     slots_per_slab: int
     free: NDArray[np.int64]  # [slab]: free slots of this shape's slabs, 0 for all other slabs
@@ -107,14 +107,14 @@ class Pages:
         """Make a shape known; sizes that round to the same pages get the same id.
 
         Args:
-            page_bytes: size of a block's page on each rank; each is rounded up to `PAGE_ALIGN`.
+            page_bytes: size of each page of a block; rounded up to `PAGE_ALIGN`.
 
         Raises:
-            BadRequestError: no rank, an empty page, or a slot larger than a slab.
+            BadRequestError: no page, an empty one, or a slot larger than a slab.
             OverloadedError: `SHAPES_MAX` shapes are known. Nothing was changed.
         """
         if not page_bytes or min(page_bytes) <= 0:
-            raise BadRequestError("a block needs a page on each rank", page_bytes=page_bytes)
+            raise BadRequestError("a block needs pages with bytes", page_bytes=page_bytes)
         rounded = tuple(-(-one // PAGE_ALIGN) * PAGE_ALIGN for one in page_bytes)
         known = self._ids.get(rounded)
         if known is not None:
@@ -138,11 +138,11 @@ class Pages:
         return shape
 
     def page_bytes(self, shape: ShapeId) -> tuple[int, ...]:
-        """Rounded page size on each rank: how far consecutive slots of a slab are apart."""
+        """Rounded size of each page: how far consecutive slots of a slab are apart."""
         return self._cuts[shape].page_bytes
 
     def slot_bytes(self, shape: ShapeId) -> int:
-        """Pool bytes of one block: its pages on all ranks, with their padding."""
+        """Pool bytes of one block: all its pages, with their padding."""
         return self._cuts[shape].slot_bytes
 
     def slot_count(self, shape: ShapeId) -> int:
@@ -237,13 +237,13 @@ class Pages:
 
     # -- places
 
-    def offsets(self, slots: Slots, rank: int) -> Offsets:
-        """Byte offsets in the pool of a rank's pages, int64[n]; the slots may be of any shapes."""
+    def offsets(self, slots: Slots, page: int) -> Offsets:
+        """Byte offsets in the pool of one page of each block; the slots may be of any shapes."""
         found = np.empty(len(slots), np.int64)
         for shape, slabs, positions, mine in self._by_shape(slots):
             cut = self._cuts[shape]
-            base = sum(cut.page_bytes[:rank]) * cut.slots_per_slab
-            found[mine] = slabs * self.slab_bytes + (positions * cut.page_bytes[rank] + base)
+            base = sum(cut.page_bytes[:page]) * cut.slots_per_slab
+            found[mine] = slabs * self.slab_bytes + (positions * cut.page_bytes[page] + base)
         return found
 
     def slab_of(self, slots: Slots) -> Slabs:

@@ -65,7 +65,7 @@ class SpillPart:
     Attributes:
         plan: the disk's side.
         entries: the pool's rows, pinned until `Below.end_spill`.
-        offsets: int64[ranks, n], where their pages lie in the pool.
+        offsets: int64[pages, n], where their pages lie in the pool.
         kin: the disk's rows of their ancestors, root first.
     """
 

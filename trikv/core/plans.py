@@ -34,12 +34,14 @@ class Key:
 
     Attributes:
         near: the bank of the pool near all ranks of the instance.
+        replicas: so many of the instance's ranks hold the same page; see `core.replicas`.
     """
 
     instance: InstanceName
     request: RequestId
     space: SpaceId
     near: int = field(default=ANY_BANK, compare=False)
+    replicas: int = field(default=1, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,8 @@ class SpaceFacts:
     """How blocks of a space lie in the pool."""
 
     shape: ShapeId
-    rank_count: int
-    block_bytes: int  # of the pool: all ranks' pages with their padding
+    page_count: int
+    block_bytes: int  # of the pool: all its pages with their padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class SavePlan:
 
     transfer: TransferId
     key: Key
-    rank: int
+    page: int
     positions: NDArray[np.int64]  # which blocks of the message are to be copied
     entries: Entries
     offsets: Offsets

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trikv.core import sums
-from trikv.core.blocks import RANKS_MAX
+from trikv.core.blocks import PAGES_MAX
 from trikv.core.disklayout import RECORD_BYTES, SLOT_BYTES_MIN, Layout, aligned
 from trikv.core.namespace import ORIGIN_BYTES
 from trikv.core.pages import PAGE_ALIGN
@@ -44,8 +44,8 @@ HEADER: Final = np.dtype(
         ("region", "<u8"),
         ("generation", "<i8"),
         ("slot_bytes", "<i8"),
-        ("page_bytes", "<i8", RANKS_MAX),
-        ("rest", "u1", PAGE_ALIGN - 40 - 8 * RANKS_MAX - 8),
+        ("page_bytes", "<i8", PAGES_MAX),
+        ("rest", "u1", PAGE_ALIGN - 40 - 8 * PAGES_MAX - 8),
         ("sum", "<u8"),
     ]
 )

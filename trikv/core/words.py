@@ -21,7 +21,7 @@ TransferId = NewType("TransferId", int)
 SpaceId = NewType("SpaceId", int)
 """One cache group of one namespace in one epoch: what a block hash is unique in."""
 ShapeId = NewType("ShapeId", int)
-"""The page bytes of a block on all ranks: what a slab is cut for."""
+"""The bytes of each page of a block: what a slab is cut for."""
 Stamp = NewType("Stamp", int)
 """A point in the order of uses; grows with each touch."""
 

@@ -141,6 +141,8 @@ def _write_engines(status: Any, service: Service) -> None:
         own = {one.process.pid for one in sessions if one.instance == instance.name and one.process}
         row.pids = sorted(own)
         row.state = instance.missing() or "ready"
+        pages = instance.namespace.pages if instance.namespace else ()
+        row.pageCounts = [len(group) for group in pages]
 
 
 def _write_copiers(status: Any, copiers: Copiers) -> None:

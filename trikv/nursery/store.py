@@ -40,7 +40,8 @@ def layouts_of(call: Register) -> tuple[GroupLayout, ...]:
         BadRequestError: pieces that leave their memory, overlap, or have no bytes.
     """
     return tuple(
-        GroupLayout(call.ranges, one.pieces, one.block_count, one.layout) for one in call.groups
+        GroupLayout(call.ranges, one.pieces, one.block_count, one.layout, replicas=one.replicas)
+        for one in call.groups
     )
 
 
@@ -294,7 +295,9 @@ class Store:
         layout = self._layout(session, name, call.rank, group)
         layout.check_targets(call.blocks)
         plan = self.cache.prepare_load(
-            call.lease, instance.name, call.rank, call.first, len(call.blocks), now_s=self.now_s()
+            *(call.lease, instance.name, call.rank, call.first, len(call.blocks)),
+            now_s=self.now_s(),
+            replicas=layout.replicas,
         )
         return plan, layout
 
@@ -365,7 +368,8 @@ class Store:
         spaces = self._namespace(instance).spaces
         if group >= len(spaces):
             raise BadRequestError(f"group {group} of {len(spaces)}")
-        return Key(instance.name, request, spaces[group], instance.bank)
+        replicas = instance.replicas(group)
+        return Key(instance.name, request, spaces[group], instance.bank, replicas)
 
     def _layout(
         self, session: SessionId, name: InstanceName | None, rank: int, group: int
