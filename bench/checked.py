@@ -18,7 +18,7 @@ from trikv.connector.jobs import LoadJob, SaveJob
 PREFIX = "checked"
 
 
-class CheckedConnector(TriKVConnector):  # type: ignore[misc]  # vLLM's base has no types
+class CheckedConnector(TriKVConnector):
     """Notes digests of blocks by their position in the prompt.
 
     A hook of this class that fails ends the engine: nothing would be known of the bytes.
