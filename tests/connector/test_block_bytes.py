@@ -29,7 +29,11 @@ def _one_storage() -> Tensors:
     return {f"l{n}": whole[n] for n in range(LAYERS)}
 
 
-MAKERS = [_apart, _block_outermost, _one_storage]
+def _padded() -> Tensors:
+    return {f"l{n}": _zeros(2, B, N + 1, H, D)[:, :, :N] for n in range(LAYERS)}
+
+
+MAKERS = [_apart, _block_outermost, _one_storage, _padded]
 
 
 def reader(tensors: Tensors) -> BlockBytes:

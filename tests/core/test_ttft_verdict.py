@@ -88,6 +88,10 @@ def test_a_byte_that_differs_or_a_load_that_is_missing_is_told(at: int) -> None:
             assert len(failures) == 1
 
 
+def test_without_notes_nothing_is_equal() -> None:
+    assert len(judge(rounds(), [])[1]) == 2
+
+
 def test_blocks_that_all_look_alike_prove_nothing() -> None:
     alike = [one | {"digest": "zeros"} for one in notes()]
     assert len(judge(rounds(), alike)[1]) == 2
