@@ -230,7 +230,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def measure(options: argparse.Namespace, folder: Path, failures: list[str]) -> Iterator[Line]:
     """All connectors one after another; what goes wrong is appended to `failures`."""
     base = base_job(folder, options)
-    verdict = Verdict(options.block_tokens, options.tokens, (), failures)
+    verdict = Verdict(options.block_tokens, options.tokens, (), not options.tiny, failures)
     last = options.prompts + options.checked
     block_count = verdict.hit_tokens // options.block_tokens
     verdict.looked_at = places(range(options.prompts, last), block_count, options.every)
@@ -309,7 +309,7 @@ def main() -> None:
     """Measure and print."""
     options = parse()
     if options.pegaflow:
-        sys.path.insert(0, options.pegaflow)
+        sys.path.append(options.pegaflow)
     failures: list[str] = []
     with tempfile.TemporaryDirectory() as own:
         folder = Path(os.environ.get("BENCH_LOGS", own))

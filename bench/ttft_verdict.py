@@ -64,11 +64,13 @@ class Verdict:
         block_tokens: of the engines.
         tokens: of a prompt.
         looked_at: places of the blocks that are compared.
+        has_targets: the model is the one that targets are given for.
     """
 
     block_tokens: int
     tokens: int
     looked_at: Sequence[tuple[int, int]]
+    has_targets: bool = True
     failures: list[str] = field(default_factory=list)
     _outputs: dict[int, list[int]] = field(default_factory=dict)
     _own: dict[int, list[int]] = field(default_factory=dict)
@@ -119,7 +121,7 @@ class Verdict:
             "ttft mean",
             mean_ms,
             "ms",
-            TARGETS_MS.get((connector, name)),
+            TARGETS_MS.get((connector, name)) if self.has_targets else None,
             None if connector == PEER else self._peer_ms.get(name),
             facts=facts,
         )
