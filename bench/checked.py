@@ -67,7 +67,7 @@ class CheckedConnector(TriKVConnector):
 
     def _note(self, kind: str, jobs: Iterable[LoadJob | SaveJob], without: frozenset[int]) -> None:
         rows = [
-            (job.request, job.first + at, block)
+            (job, job.first + at, block)
             for job in jobs
             for at, block in enumerate(unpack(job.blocks))
             if (job.first + at) % self._every == 0 and block not in without
@@ -77,8 +77,9 @@ class CheckedConnector(TriKVConnector):
         assert self._bytes is not None
         self._bytes.synchronise()
         with self._notes.open("a") as file:
-            for request, position, block in rows:
-                note = {"kind": kind, "request": request, "position": position}
+            for job, position, block in rows:
+                note = {"kind": kind, "request": job.request, "position": position}
+                note["is_held"] = isinstance(job, LoadJob) and job.is_held
                 file.write(json.dumps(note | {"digest": self._bytes.digest(block)}) + "\n")
 
 

@@ -198,17 +198,18 @@ def run_engine(job: Job, environ: dict[str, str], name: str, folder: Path, limit
             env=environ,
             start_new_session=True,  # its own processes end with it
         )
+    code: int | None = None  # it took too long
     try:
         code = child.wait(limit_s)
     except subprocess.TimeoutExpired:
-        code = -1
+        pass
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     if code != 0:
         tail = log_file.read_bytes()[-LOG_BYTES:].decode(errors="replace")
-        why = f"took more than {limit_s:.0f} s" if code == -1 else f"ended with {code}"
+        why = f"took more than {limit_s:.0f} s" if code is None else f"ended with {code}"
         raise EngineError(f"{name}: the engine {why}\n{tail}")
 
 

@@ -4,6 +4,7 @@ This file starts nothing and reads no clock.
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -32,11 +33,13 @@ class Bytes:
 
     saved: dict[str, Digests] = field(default_factory=dict)
     loaded: dict[str, Digests] = field(default_factory=dict)
+    held: Counter[str] = field(default_factory=Counter)  # blocks that a forward waited for
 
     def add(self, notes: Iterable[Mapping[str, Any]]) -> None:
         """Take what a connector has noted; of a block that was saved twice, the first time."""
         for note in notes:
             name, prompt, _ = note["request"].split("/", 2)
+            self.held[name] += note["is_held"]
             rounds = self.saved if note["kind"] == "save" else self.loaded
             rounds.setdefault(name, {}).setdefault(
                 (int(prompt), int(note["position"])), note["digest"]
@@ -107,6 +110,7 @@ class Verdict:
             if seen is not None and name != COLD:
                 facts["bytes_equal"] = seen.equal(name, self.looked_at)
                 facts["blocks_compared"] = len(self.looked_at)
+                facts["blocks_held"] = seen.held[checked(name)]
                 self._expect(facts["bytes_equal"] is True, connector, name, "bytes differ")
             yield self._line(connector, name, measured, facts)
 

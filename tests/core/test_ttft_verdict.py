@@ -29,7 +29,8 @@ def rounds() -> dict[str, Measured]:
 
 def note(kind: str, name: str, position: int, digest: str) -> dict[str, Any]:
     request = f"{checked(name)}/2/77-1-abcd"
-    return {"kind": kind, "request": request, "position": position, "digest": digest}
+    note = {"kind": kind, "request": request, "position": position, "digest": digest}
+    return note | {"is_held": kind == "load" and position == 4}
 
 
 def notes() -> list[dict[str, Any]]:
@@ -68,6 +69,7 @@ def test_figures_checks_target_and_baseline_are_in_the_lines() -> None:
         "same_as_own": True,
         "bytes_equal": True,
         "blocks_compared": 2,
+        "blocks_held": 1,
     }
     assert "bytes_equal" not in lines["cold"].facts
     assert lines["warm, engine restarted"].baseline is None
