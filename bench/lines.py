@@ -3,8 +3,8 @@
 import json
 import platform
 import subprocess
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +14,7 @@ class Line:
     Attributes:
         baseline: the same figure of something else, measured in the same run.
         target: what `value` should not exceed; with `is_ratio_target`, what the ratio should reach.
+        facts: what else the same measurement says, by name.
     """
 
     case: str
@@ -23,6 +24,7 @@ class Line:
     target: float | None = None
     baseline: float | None = None
     more_is_better: bool = False
+    facts: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float | None:
@@ -60,7 +62,7 @@ def print_json(bench: str, lines: Iterable[Line]) -> None:
             "target": line.target,
             "ok": line.is_ok,
         }
-        print(json.dumps(row | where), flush=True)
+        print(json.dumps(row | dict(line.facts) | where), flush=True)
 
 
 def print_table(lines: Iterable[Line]) -> None:
@@ -71,4 +73,6 @@ def print_table(lines: Iterable[Line]) -> None:
         missed = "MISSED" if line.is_ok is False else ""
         beside = "" if line.baseline is None else f"beside {line.baseline:.3f} ({line.ratio:.2f}x)"
         value = f"{line.value:10.3f} {line.unit:9}"
-        print(f"{line.case:30} {line.metric:24} {value} {target:9} {beside} {missed}", flush=True)
+        facts = " ".join(f"{name}={fact}" for name, fact in line.facts.items())
+        what = f"{line.case:30} {line.metric:24} {value} {target:9} {beside} {missed} {facts}"
+        print(what.rstrip(), flush=True)

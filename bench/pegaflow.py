@@ -1,4 +1,4 @@
-"""PegaFlow's own client asking its own server, to be measured beside ours in one run.
+"""PegaFlow's own server and client, to be measured beside ours in one run.
 
 Never a dependency: where its wheel, torch or a GPU is missing, there is nothing to measure, and the
 reason is printed. Its server links to a shared libpython and needs CUDA.
@@ -34,21 +34,22 @@ Ask = Callable[[int, int], float]
 @contextlib.contextmanager
 def look_up(counts: Sequence[int], prompts: int) -> Iterator[Ask | None]:
     """Run its server with so many resident prompts of each size; None where that cannot be."""
-    missing = _missing()
-    if missing:
-        print(f"not measured beside PegaFlow: {missing}", file=sys.stderr)
+    why = missing()
+    if why:
+        print(f"not measured beside PegaFlow: {why}", file=sys.stderr)
         yield None
         return
     with contextlib.ExitStack() as stack:
         try:
-            ask = stack.enter_context(_serve(counts, prompts))
+            ask = stack.enter_context(_filled(counts, prompts))
         except Exception as error:  # noqa: BLE001  # whatever it is, ours is measured without
             print(f"not measured beside PegaFlow: {error}", file=sys.stderr)
             ask = None
         yield ask
 
 
-def _missing() -> str:
+def missing() -> str:
+    """Why its server cannot run here; empty: it can."""
     for package in ("pegaflow", "torch"):
         if importlib.util.find_spec(package) is None:
             return f"there is no package {package}"
@@ -58,14 +59,25 @@ def _missing() -> str:
 
 
 @contextlib.contextmanager
-def _serve(counts: Sequence[int], prompts: int) -> Iterator[Ask]:
+def _filled(counts: Sequence[int], prompts: int) -> Iterator[Ask]:
+    with serve("4gb") as address:
+        yield _fill(f"http://{address}", counts, prompts)
+
+
+@contextlib.contextmanager
+def serve(pool: str) -> Iterator[str]:
+    """Run its server for the first GPU; yields its `host:port`.
+
+    Raises:
+        RuntimeError: it did not start, or the body has raised that; with the end of its log.
+    """
     spec = importlib.util.find_spec("pegaflow")
     assert spec is not None
     assert spec.submodule_search_locations
     package = Path(next(iter(spec.submodule_search_locations)))
     address, http = f"127.0.0.1:{_free_port()}", f"127.0.0.1:{_free_port()}"
     command = [str(package / "pegaflow-server-py"), "--addr", address, "--http-addr", http]
-    command += ["--devices", "0", "--pool-size", "4gb", "--disable-numa-affinity"]
+    command += ["--devices", "0", "--pool-size", pool, "--disable-numa-affinity"]
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
             [*command, "--log-level", "warn"],
@@ -76,7 +88,7 @@ def _serve(counts: Sequence[int], prompts: int) -> Iterator[Ask]:
         )
         try:
             _await_health(f"http://{http}/health", server)
-            yield _fill(f"http://{address}", counts, prompts)
+            yield address
         except RuntimeError as error:
             log.seek(0)
             tail = log.read()[-2_000:].decode(errors="replace")
