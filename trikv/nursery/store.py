@@ -322,11 +322,9 @@ class Store:
                 self._count(self._asked.ended(name, request), self.now_s())
 
     def reset(self, name: InstanceName | None, altered: str = "") -> int:
-        """Make every block of the instance's namespace unreachable; returns how many.
+        """Make every block of an instance's namespace unreachable; returns how many.
 
-        Args:
-            name: the instance.
-            altered: not empty: its weights were changed, and it leaves for a namespace of that.
+        `altered`, unless empty: its weights were changed; it leaves for a namespace of that name.
 
         Raises:
             NotReadyError, OverloadedError: refused.
