@@ -84,8 +84,10 @@ interface Session @0xb7e20f6d4c8a9135 {
 
   heartbeat @6 () -> ();
 
-  reset @7 () -> (reply :ResetReply);
-  # Forgets every block of the instance's namespace, for all engines that share it (weights changed).
+  reset @7 (altered :Text) -> (reply :ResetReply);
+  # Forgets every block of the instance's namespace, for all engines that share it. `altered` (at most
+  # 64 bytes): the instance's weights are no more those that its fields name, so from now on they have
+  # one more, of this name and value. It declares that by itself when it declares itself again.
 
   start @8 (start :Start) -> ();
   # By the scheduler: every rank is about to ask for this load; begin it. A rank's `load` of the same
@@ -664,12 +666,14 @@ struct PeerStatus {
   # Another node with which this one has dealt.
   address @0 :Text;
   state @1 :Text;                   # serving, not dialled, or why it is left alone
-  way @2 :Text;                     # rdma or tcp
+  way @2 :Text;                     # by which bytes came last: rdma or tcp
   fetchedBytes @3 :UInt64;
   fetchedBlocks @4 :UInt64;
   failedBlocks @5 :UInt64;          # were to be fetched from there, and were not
   lentBytes @6 :UInt64;             # since the start
   grantCount @7 :UInt32;            # that it holds now
+  rdmaBytes @8 :UInt64;             # that came by RDMA, and by TCP: more than was fetched when
+  tcpBytes @9 :UInt64;              # some of it was not believed
 }
 
 struct ClusterStatus {

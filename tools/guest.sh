@@ -53,7 +53,7 @@ version=$(cat "$cache/version")
 root=$work/initramfs
 mkdir -p "$root"/{bin,proc,sys,dev,mods,lower,upper,new}
 cp "$(command -v busybox)" "$root/bin/busybox"
-for module in virtio_pci 9pnet_virtio 9p overlay dummy crc32_generic rdma_rxe rdma_ucm; do
+for module in virtio_pci 9pnet_virtio 9p overlay dummy veth crc32_generic rdma_rxe rdma_ucm; do
     modprobe -d "$cache/kernel" -S "$version" --show-depends "$module" | awk '$1 == "insmod" { print $2 }'
 done | awk '!seen[$0]++' | while read -r path; do
     cp "$path" "$root/mods/"
@@ -112,5 +112,5 @@ timeout "$limit_s" qemu-system-x86_64 "${accel[@]}" -machine q35 \
     -kernel "$cache/kernel/boot/vmlinuz-$version" -initrd "$work/initramfs.gz" \
     -append "console=ttyS0 quiet panic=-1 mitigations=off random.trust_cpu=on" \
     -fsdev local,id=root,path=/,security_model=none,readonly=on,multidevs=remap \
-    -device virtio-9p-pci,fsdev=root,mount_tag=root </dev/null | tr -d '\r' | tee "$work/console" || true
+    -device virtio-9p-pci,fsdev=root,mount_tag=root </dev/null | sed -u 's/\r//g' | tee "$work/console" || true
 exit "$(sed -n 's/^GUEST: status \([0-9]*\).*/\1/p' "$work/console" | tail -1 | grep . || echo 98)"

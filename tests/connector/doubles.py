@@ -39,6 +39,7 @@ class FakeCalls:
         self.waits: list[float] = []  # how long each query lets the daemon wait
         self.resets: list[Future[int]] = []
         self.started: list[LoadJob] = []
+        self.altered: list[str] = []  # the text of each of them
 
     def query(
         self, request: str, _size: int, hashes: bytes, wait_s: float = 0.0
@@ -63,8 +64,9 @@ class FakeCalls:
         self.saves[job.number] = (job, fence, generation, future)
         return future
 
-    def reset(self) -> "Future[int]":
+    def reset(self, altered: str) -> "Future[int]":
         future: Future[int] = Future()
+        self.altered.append(altered)
         self.resets.append(future)
         return future
 

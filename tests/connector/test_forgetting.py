@@ -12,8 +12,8 @@ def reset_that_ends(bench: Bench, outcome: Any) -> None:
     """Make the next resets end at once."""
     make = bench.calls.reset
 
-    def reset() -> Any:
-        future = make()
+    def reset(altered: str) -> Any:
+        future = make(altered)
         if isinstance(outcome, CallError):
             future.set_exception(outcome)
         elif outcome is not None:
@@ -63,3 +63,21 @@ def test_what_was_found_before_is_not_promised_after() -> None:
     reset_that_ends(bench, AbsentError("nobody"))
     assert bench.half.forget(1.0) is False
     assert bench.half.matched(one, 0) == (0, False)
+
+
+def test_its_name_has_changed_as_soon_as_a_reset_was_answered_and_not_before() -> None:
+    """A daemon that restarts in between must be told the name under which its blocks are."""
+    bench = Bench()
+    assert bench.half.altered == ""
+    bench.half.forget(0.0)
+    assert bench.half.altered == ""  # the blocks of this name are still to be forgotten
+    bench.now_s += 1.0
+    bench.calls.resets[0].set_exception(AbsentError("nobody"))
+    bench.half.matched(request("a"), 0)
+    assert bench.half.altered == ""
+    bench.calls.resets[1].set_result(3)
+    first = bench.half.altered
+    assert bench.calls.altered == [first, first]
+    bench.half.forget(0.0)
+    bench.calls.resets[2].set_result(0)
+    assert bench.half.altered == bench.calls.altered[2] != first

@@ -114,6 +114,19 @@ def test_only_the_last_change_of_a_block_is_told() -> None:
     assert sum(len(part.words) for part in net(parts)) == 4
 
 
+def test_what_is_in_flight_is_not_told_yet() -> None:
+    adverts = Adverts()
+    adverts.begin()
+    adverts.finish()
+    adverts.offer(Part(A, words(1, 2), is_held=True))
+    adverts.take()
+    assert (len(adverts), adverts.untold) == (0, 2)
+    adverts.offer(Part(A, words(3), is_held=True))
+    assert adverts.untold == 3
+    adverts.taken()
+    assert adverts.untold == 1
+
+
 def test_portions_are_bounded_in_keys_and_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PORTION_KEYS", 4)
     monkeypatch.setattr(module, "PORTION_PARTS_MAX", 4)

@@ -22,6 +22,7 @@ from trikv.core.rails import (
 )
 
 V4 = bytes(10) + b"\xff\xff\x0a\x00\x00\x01"
+LOCAL_V4 = bytes(10) + b"\xff\xff\xa9\xfe\x00\x01"
 GLOBAL = b"\x20\x01" + bytes(13) + b"\x01"
 LOCAL = b"\xfe\x80" + bytes(13) + b"\x01"
 PAIRS = st.builds(
@@ -52,6 +53,18 @@ PAIRS = st.builds(
         ),
         (
             [Gid(3, "RoCE v2", GLOBAL, is_up=True), Gid(5, "RoCE v2", V4, is_up=True)],
+            False,
+            None,
+            5,
+        ),
+        (
+            [Gid(3, "RoCE v2", LOCAL_V4, is_up=True), Gid(5, "RoCE v2", GLOBAL, is_up=True)],
+            False,
+            None,
+            5,
+        ),
+        (
+            [Gid(2, "RoCE v2", LOCAL, is_up=True), Gid(5, "RoCE v2", LOCAL_V4, is_up=True)],
             False,
             None,
             5,

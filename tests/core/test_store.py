@@ -226,6 +226,40 @@ def test_a_lease_of_before_the_reset_cannot_be_loaded(clock: Clock, a: Engine, b
     assert a.store.cache.pages.used_bytes == 0
 
 
+def test_an_engine_of_altered_weights_leaves_for_a_namespace_of_its_own(
+    clock: Clock, a: Engine, b: Engine
+) -> None:
+    a.save(1)
+    lease = a.lease(1)
+    assert a.store.reset(A, "once") == 1
+    with pytest.raises(LeaseLostError, match="reset"):
+        a.prepare_load(lease, 0, 1)
+    a.save(1, 2)
+    assert a.query(1, 2).count == 2
+    assert b.query(1, 2).count == 0
+    b.save(2)
+    assert a.store.reset(A, "twice") == 2
+    assert a.query(1, 2).count == 0
+    assert b.query(2).count == 1
+    a.fields = (*a.fields, ("altered", "twice"))
+    assert a.declare().namespace != b.declare().namespace  # as it says itself after a restart
+    a.save(3)
+    assert a.query(3).count == 1
+
+
+def test_at_the_bound_of_namespaces_a_reset_that_leaves_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, a: Engine
+) -> None:
+    a.save(1)
+    for where in (namespaces, module):
+        monkeypatch.setattr(where, "NAMESPACES_MAX", 1)
+    before = holdings(a.store)
+    with pytest.raises(OverloadedError):
+        a.store.reset(A, "once")
+    assert holdings(a.store) == before
+    assert a.query(1).count == 1
+
+
 # -- the end of sessions, and the bound on namespaces
 
 

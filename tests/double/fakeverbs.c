@@ -29,7 +29,7 @@
 struct job;
 struct device {
     struct ibv_device dev;
-    long delay_us, fail_in, fail_status, reorder, mute, sync, nocopy; /* see fake_set */
+    long delay_us, fail_in, fail_status, reorder, mute, sync, nocopy, join_fails; /* see fake_set */
     struct job *head;
     pthread_t thread;
     int has_thread;
@@ -57,7 +57,8 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 /* delay_us   each chain takes so long          fail_in   the n-th chain from now fails; -1: each
  * fail_status its status, in the midst of it   reorder   the newest chain goes first
  * mute       nothing is done until it is 0     sync      done inside the post
- * nocopy     done without moving bytes         devices, destroy_fails: of all devices               */
+ * nocopy     done without moving bytes         devices, destroy_fails: of all devices
+ * join_fails so many queue pairs do not find the other end                                           */
 void fake_set(int number, const char *what, long value)
 {
     pthread_mutex_lock(&lock);
@@ -69,6 +70,7 @@ void fake_set(int number, const char *what, long value)
     if (!strcmp(what, "mute")) d->mute = value;
     if (!strcmp(what, "sync")) d->sync = value;
     if (!strcmp(what, "nocopy")) d->nocopy = value;
+    if (!strcmp(what, "join_fails")) d->join_fails = value;
     if (!strcmp(what, "devices")) device_count = value;
     if (!strcmp(what, "destroy_fails")) destroy_fails = value;
     if (d->has_thread) pthread_cond_broadcast(&d->more);
@@ -430,6 +432,7 @@ int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *a, int mask)
     if (to != IBV_QPS_ERR && to != p->state + 1) code = EINVAL;
     if (to == IBV_QPS_INIT) p->access = a->qp_access_flags;
     if (to == IBV_QPS_RTR) {
+        if (p->device->join_fails > 0) { p->device->join_fails--; code = EHOSTUNREACH; }
         if (!(mask & IBV_QP_DEST_QPN) || !(mask & IBV_QP_AV) || !a->ah_attr.is_global || a->ah_attr.grh.hop_limit < 2
             || a->path_mtu < IBV_MTU_256 || a->path_mtu > IBV_MTU_4096) code = EINVAL;
         p->dest = a->dest_qp_num;

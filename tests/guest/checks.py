@@ -22,6 +22,7 @@ import trio
 from numpy.typing import NDArray
 
 from tests.tiers.peers import MARK, MIB, Memory, fetch_of, rows, shuffled
+from trikv.core.pauses import Pauses
 from trikv.core.rails import ROCE_2, pack_answer, read_answer
 from trikv.core.words import PeerId
 from trikv.tiers import rails as rails_module
@@ -200,7 +201,7 @@ async def wrong_keys(reader: Reader, runs: NDArray[np.int64], source: NDArray[np
 
     await reader.transport.aclose()
     reader.transport, reader.alter = reader.new_transport(), spoil
-    reader.transport._pause_s = 3_600
+    reader.transport._pauses = Pauses(len(reader.rails.rails), 3_600)
     fetch = await reader.fetch(fetch_of(runs))
     say("wrong keys read nothing", bool((reader.pool.memory == MARK).all()))
     say("and are a miss", bool((fetch.outcome == Outcome.FAILED).all()))
@@ -224,7 +225,7 @@ async def cancelled(reader: Reader, runs: NDArray[np.int64], source: NDArray[np.
 
 async def fenced(reader: Reader, runs: NDArray[np.int64], source: NDArray[np.uint8]) -> None:
     """The owner reuses its pages after the fence: no fetch may come with bytes of both."""
-    reader.transport._pause_s = 3_600
+    reader.transport._pauses = Pauses(len(reader.rails.rails), 3_600)
     bad = good = 0
     with trio.fail_after(PATIENCE_S):
         async with trio.open_nursery() as nursery:
@@ -243,7 +244,7 @@ async def fenced(reader: Reader, runs: NDArray[np.int64], source: NDArray[np.uin
 
 
 def say(what: str, is_so: bool) -> None:  # noqa: FBT001
-    print(f"{'ok  ' if is_so else 'FAIL'} {what}", flush=True)  # noqa: T201
+    print(f"{'ok  ' if is_so else 'FAIL'} {what}", flush=True)
     if not is_so:
         failed.append(what)
 
@@ -265,7 +266,7 @@ def run_forked(main: Callable[[], None]) -> int:
 
 
 def check(binding: str) -> int:
-    print(f"---- {binding}", flush=True)  # noqa: T201
+    print(f"---- {binding}", flush=True)
     near, far = socket.socketpair()
     owner = run_forked(lambda: (near.close(), trio.run(own, binding, far))[-1])
     far.close()
@@ -280,5 +281,5 @@ def check(binding: str) -> int:
 if __name__ == "__main__":
     rails_module.REGION_BYTES_MAX = SIZE // 4
     codes = [check(binding) for binding in sys.argv[1:]]
-    print("all checks hold" if not any(codes) else f"failed: {codes}", flush=True)  # noqa: T201
+    print("all checks hold" if not any(codes) else f"failed: {codes}", flush=True)
     sys.exit(any(codes))

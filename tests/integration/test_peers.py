@@ -17,7 +17,7 @@ import pytest
 
 from tests.conftest import Start
 from tests.integration.daemons import IS_INSIDE, RunningDaemon, attached, status, wait_for
-from tests.integration.disks import BLOCKS, engine_options, load, save
+from tests.integration.disks import BLOCKS, engine_options, load, quiet, save
 from tests.integration.hosts import (
     PATIENCE_S,
     Cluster,
@@ -216,6 +216,46 @@ def test_a_metaserver_that_was_killed_knows_everything_again(hosts: Cluster) -> 
     one, two, three = (hosts.daemon() for _ in range(3))
     run(story())
     all_end_well(one, two, three)
+
+
+def test_what_was_computed_by_altered_weights_is_nobody_elses(hosts: Cluster, folder: Path) -> None:
+    """Weights changed in place: other hosts have what their name promises, before and after."""
+    kept = ("--persist", str(folder), *("--ssd-cache-path", str(hosts.folder / "disk")))
+    kept = (*kept, "--ssd-cache-capacity", "64mb", "--ssd-write-through")
+
+    async def story() -> None:
+        nonlocal one
+        fields = {"model": "m"}
+        altered = fields | {"altered": "token"}
+        async with attached(one.address, **engine_options(fields=fields)) as engine:
+            await save(engine, "before")
+            await joined(one, two)
+            assert await loaded(two, "before") == BLOCKS  # from the one host, of the same weights
+            assert (await engine.session.reset(altered="token")).reply.ok.droppedCount == BLOCKS
+            assert await load(engine, "before") == 0  # though the other host has them
+            await save(engine, "after")
+            assert await load(engine, "after") == BLOCKS
+        await joined(one, two)
+        assert await loaded(two, "after") == 0
+        await quiet(one)
+        one.end(signal.SIGKILL)
+        one = hosts.daemon(*kept, host=hosts.hosts[1])
+        async with attached(one.address, **engine_options(fields=altered)) as engine:
+            await joined(one, two)
+            assert await load(engine, "after") == BLOCKS  # its own
+            assert await load(engine, "before") == 0
+        async with attached(one.address, **engine_options(fields=fields, name="new")) as engine:
+            await joined(one, two)
+            assert await load(engine, "after") == 0  # it has loaded its weights anew
+            assert await load(engine, "before") == BLOCKS  # from the other host
+        assert await loaded(two, "after") == 0
+        await nothing_left(one, two)
+
+    hosts.meta()
+    one = hosts.daemon(*kept)
+    two = hosts.daemon()
+    run(story())
+    all_end_well(one, two)
 
 
 def test_two_hosts_dial_each_other_again_and_again(hosts: Cluster) -> None:

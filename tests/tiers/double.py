@@ -22,7 +22,7 @@ from trikv.tiers.rdmaowner import RdmaOwner
 ROOT = Path(__file__).resolve().parents[2]
 SLAB_BYTES = 2 * MIB
 PEER = PeerId(1)
-SETTINGS = ("delay_us", "fail_in", "fail_status", "reorder", "mute", "sync", "nocopy")
+SETTINGS = ("delay_us", "fail_in", "fail_status", "reorder", "mute", "sync", "nocopy", "join_fails")
 
 
 class Double:

@@ -1,5 +1,6 @@
 """Which NICs are found, and that a machine without any loads no library."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,12 +66,22 @@ def test_a_port_that_is_down_is_no_rail(tmp_path: Path) -> None:
 
 
 def test_an_address_of_a_device_that_is_down_is_not_used(tmp_path: Path) -> None:
-    root = write_sysfs(tmp_path, 2)
-    for number, state in enumerate(("down", "up")):
+    states = ("down", "up", "lowerlayerdown", "unknown")
+    root = write_sysfs(tmp_path, len(states))
+    for number, state in enumerate(states):
         (root / f"fake{number}/ports/1/gid_attrs/ndevs/1").write_text(f"eth{number}\n")
         (tmp_path / f"net/eth{number}").mkdir(parents=True)
         (tmp_path / f"net/eth{number}/operstate").write_text(f"{state}\n")
-    assert names(root) == ["fake1"]
+    assert names(root) == ["fake1", "fake3"]
+
+
+def test_the_first_port_that_can_be_used_is(tmp_path: Path) -> None:
+    root = write_sysfs(tmp_path, 2)
+    shutil.copytree(root / "fake0/ports/1", root / "fake0/ports/2")
+    shutil.copytree(root / "fake1/ports/1", root / "fake1/ports/2")
+    (root / "fake0/ports/1/state").write_text("1: DOWN\n")
+    (root / "fake1/ports/1/gid_attrs/types/1").write_text("IB/RoCE v1\n")
+    assert [nic.port for nic in list_nics(root)] == [2, 2]
 
 
 def test_infiniband_is_named_by_its_first_address(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tests.tiers.peers import (
 )
 from trikv.core.chunks import Runs
 from trikv.core.errors import OverloadedError
+from trikv.core.pauses import Pauses
 from trikv.core.rails import PAIRS_A_PATH, SEATS_MAX, PairFacts, Seat, pack_offer
 from trikv.core.words import PeerId
 from trikv.tiers import rdma
@@ -132,7 +133,7 @@ async def test_a_rail_that_fails_is_paused_and_others_take_over(
         check(again, both.source, both.pool)
         assert posts_on == 0
         assert {n: double.get("device_pairs", n) for n in range(2)} == before  # not dialled again
-        both.transport._paused_until_s[:] = [0.0, 0.0]
+        both.transport._pauses = Pauses(2, 3_600)
         await both.transport.fetch(third := fetch_of(fetch.runs))
         check(third, both.source, both.pool)
         assert len(both.transport._lanes) == 2 * PAIRS_A_PATH

@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from tests.tiers.double import SLAB_BYTES, Double
-from tests.tiers.loans import COUNT, ORIGIN, gone, owning, reading, words
+from tests.tiers.loans import COUNT, ORIGIN, PAGE, gone, owning, reading, words
 from tests.tiers.peers import Memory, condition
 from trikv.tiers import verbs
 from trikv.tiers.nics import list_nics
@@ -40,6 +40,7 @@ async def test_blocks_come_by_rdma_and_are_believed_by_the_release(
         assert reader.is_right(part, owner)
         assert reader.hits() == COUNT
         assert reader.node.way == "rdma"
+        assert reader.node.moved.by_way == {"rdma": COUNT * PAGE}
         assert owner.calls == ["release"]
         assert owner.pins == 0
         assert double.get("requests") > requests
@@ -72,6 +73,8 @@ async def test_what_rdma_cannot_bring_comes_by_tcp_and_is_compared(
         assert reader.is_right(part, owner)
         assert owner.calls == ["release with sums"]
         assert double.get("requests") == requests
+        assert reader.node.way == "tcp"
+        assert reader.node.moved.by_way == {"tcp": COUNT * PAGE}
 
 
 async def test_a_grant_that_ends_destroys_queue_pairs_before_its_pages_are_let_go(

@@ -137,9 +137,10 @@ class Calls:
             part = list(requests[at : at + REQUESTS_MAX])
             self.client.call("release", {"requests": part}, read_nothing)
 
-    def reset(self) -> Future[int]:
-        """Forget every block of our namespace; the future holds how many."""
-        return self.client.call("reset", {}, _read_dropped, deadline_s=RESET_S)
+    def reset(self, altered: str) -> Future[int]:
+        """Forget every block of our namespace, and leave it; the future holds how many."""
+        params = {"altered": altered}
+        return self.client.call("reset", params, _read_dropped, deadline_s=RESET_S)
 
 
 def _read_answer(response: Any) -> Answer:  # noqa: ANN401

@@ -139,13 +139,7 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
                 orders_loads=not self._has_deferred_frees,
             )
             return
-        instance = {
-            "name": self._instance,
-            "rankCount": self._shape.rank_count,
-            "fields": [
-                {"name": name, "value": value} for name, value in self._fields(software).items()
-            ],
-        }
+        fields = self._fields(software)
         policy = Policy(
             block_tokens=self._shape.block_tokens,
             rank_count=self._shape.rank_count,
@@ -157,8 +151,15 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
             saves=transfer.is_kv_producer,
             loads=transfer.is_kv_consumer,
         )
-        self._scheduler = SchedulerHalf(Calls(self._client), policy, self._log)
-        self._client.start(Introduction("declare", lambda: {"instance": instance}))
+        self._scheduler = half = SchedulerHalf(Calls(self._client), policy, self._log)
+        instance = {"name": self._instance, "rankCount": self._shape.rank_count}
+
+        def declaration() -> dict[str, Any]:
+            now = fields | ({"altered": half.altered} if half.altered else {})
+            pairs = [{"name": name, "value": value} for name, value in now.items()]
+            return {"instance": instance | {"fields": pairs}}
+
+        self._client.start(Introduction("declare", declaration))
 
     def _hold_s(self) -> float:
         if self._settings.hold_s and not engine.abilities(KVConnectorBase_V1).has_loads_first:

@@ -1,6 +1,8 @@
 """A namespace that is to be forgotten: asked for until the daemon has done it.
 
-Decided here: that a reset which did not reach the daemon is owed, and asked for again by itself.
+Decided here: that a reset which did not reach the daemon is owed, and asked for again by itself,
+and that from then on this engine's blocks are nobody else's: what it computes is not what its
+model's name promises, on this host and on all others, after a restart of the daemon too.
 This file does not know what is not promised meanwhile, or why the blocks are wrong.
 """
 
@@ -8,6 +10,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
+import uuid
 from typing import TYPE_CHECKING, Final
 
 from trikv.connector.link import CallError
@@ -21,11 +25,18 @@ RETRY_S: Final = 1.0
 
 
 class Forgetting:
-    """At most one reset under way; owed from `demand` until a daemon has answered it."""
+    """At most one reset under way; owed from `demand` until a daemon has answered it.
+
+    Attributes:
+        altered: not empty: a daemon has forgotten blocks since the weights were loaded; a text that
+            no other engine has, under which it keeps ours from then on.
+    """
 
     def __init__(self, calls: Calls, clock: Callable[[], float]) -> None:
         self._calls = calls
         self._clock = clock
+        self.altered = ""
+        self._wanted = ""
         self._is_owed = False
         self._asked_s = 0.0
         self._future: concurrent.futures.Future[int] | None = None
@@ -33,6 +44,7 @@ class Forgetting:
     def demand(self, wait_s: float) -> bool:
         """Ask now and wait so long; False: it is still owed."""
         self._is_owed = True
+        self._wanted = uuid.uuid4().hex
         self._ask()
         if self._future is not None:
             with contextlib.suppress(CallError, concurrent.futures.TimeoutError):
@@ -58,4 +70,10 @@ class Forgetting:
 
     def _ask(self) -> None:
         self._asked_s = self._clock()
-        self._future = self._calls.reset()
+        self._future = self._calls.reset(self._wanted)
+        self._future.add_done_callback(functools.partial(self._answered, self._wanted))
+
+    def _answered(self, altered: str, future: concurrent.futures.Future[int]) -> None:
+        """At once, on the client's thread: its next declaration must say so."""
+        if not future.cancelled() and future.exception() is None:
+            self.altered = altered

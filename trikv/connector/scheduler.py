@@ -306,6 +306,11 @@ class SchedulerHalf:
             self._savers.pop(number, None)
         track.saving.clear()
 
+    @property
+    def altered(self) -> str:
+        """See `Forgetting`."""
+        return self._forgetting.altered
+
     def forget(self, wait_s: float) -> bool:
         """All blocks of the namespace are wrong; False: nothing is promised until that is done."""
         for track in self._tracks.values():

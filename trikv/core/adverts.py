@@ -71,6 +71,11 @@ class Adverts:
     def __len__(self) -> int:
         return self._key_count
 
+    @property
+    def untold(self) -> int:
+        """How many changes wait or are in flight."""
+        return self._key_count + sum(len(part.words) for part in self._sent)
+
     def offer(self, part: Part) -> None:
         """A change; a copy of the words is not made. While all is lost, nothing waits."""
         if self.is_lost:

@@ -22,7 +22,7 @@ from trikv.core.errors import (
     OverloadedError,
 )
 from trikv.core.layout import GroupLayout
-from trikv.core.namespace import Fields, Namespace, Namespaces
+from trikv.core.namespace import ALTERED_FIELD, Fields, Namespace, Namespaces
 from trikv.core.replicas import pages_of
 from trikv.core.words import InstanceName, SessionId
 
@@ -134,6 +134,24 @@ class Engines:
             self.session_lost(session)
             raise
         return instance
+
+    def alter(self, instance: Instance, value: str) -> None:
+        """A ready instance's weights are no more those that its fields name: it leaves for others.
+
+        Raises:
+            OverloadedError: too many namespaces; nothing was changed.
+        """
+        fields = tuple(sorted({**dict(instance.fields), ALTERED_FIELD: value}.items()))
+        before, instance.fields = instance.fields, fields
+        old = instance.namespace
+        instance.namespace = None
+        try:
+            self._complete(instance)
+        except KvError:
+            instance.fields, instance.namespace = before, old
+            raise
+        if old is not None:
+            old.instances -= 1
 
     def ready(self, name: InstanceName | None) -> Instance:
         """The instance, complete.

@@ -22,6 +22,8 @@ Pages = tuple[tuple[Geometry, ...], ...]
 PROBE_FIELD = "hash_probe"
 LABEL_FIELD = "label"
 TENANT_FIELD = "tenant"
+ALTERED_FIELD = "altered"
+"""Of an instance whose weights were changed in place: a text that no other one has."""
 NAMESPACES_MAX = 1_024
 FINGERPRINT_BYTES = 16
 ORIGIN_BYTES = 32

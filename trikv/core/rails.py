@@ -27,12 +27,13 @@ ADDRESS_MAX: Final = (1 << 63) - 1
 ROCE_2: Final = "RoCE v2"
 
 _MAPPED_IPV4: Final = bytes(10) + b"\xff\xff"
-_LINK_LOCAL: Final = b"\xfe\x80"
+_LINK_LOCAL: Final = (b"\xfe\x80", _MAPPED_IPV4 + b"\xa9\xfe")  # fe80::/64, 169.254.0.0/16
 _MAGIC: Final = b"TKr1"
 _OFFER: Final = struct.Struct("<4sI")
 _ANSWER: Final = struct.Struct("<4sIIIQQ")
 _PAIR: Final = struct.Struct("<IIH16sBB")
 _SEAT: Final = struct.Struct("<II")
+_NO_PAIR: Final = bytes(_PAIR.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +91,10 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The owner's ends, in the order of the offer's seats."""
+    """The owner's ends, in the order of the offer's seats; None: it could not be joined."""
 
     reach: Reach
-    pairs: tuple[PairFacts, ...]
+    pairs: tuple[PairFacts | None, ...]
 
 
 def choose_gid(table: Sequence[Gid], *, is_ib: bool, wanted: int | None = None) -> Gid | None:
@@ -116,8 +117,8 @@ def choose_gid(table: Sequence[Gid], *, is_ib: bool, wanted: int | None = None) 
 
 def _rank(one: Gid) -> tuple[bool, bool, int]:
     return (
-        not one.gid.startswith(_MAPPED_IPV4),
         one.gid.startswith(_LINK_LOCAL),
+        not one.gid.startswith(_MAPPED_IPV4),
         one.index,
     )
 
@@ -177,7 +178,7 @@ def pack_answer(answer: Answer) -> bytes:
     )
     parts = [head, struct.pack(f"<{len(reach.begins)}Q", *reach.begins)]
     parts += [struct.pack(f"<{len(keys)}I", *keys) for keys in reach.keys]
-    parts += [_pack_pair(pair) for pair in answer.pairs]
+    parts += [_NO_PAIR if pair is None else _pack_pair(pair) for pair in answer.pairs]
     return b"".join(parts)
 
 
@@ -205,7 +206,10 @@ def read_answer(data: bytes) -> Answer:
         struct.unpack_from(f"<{regions}I", data, at + rail * step) for rail in range(rails)
     )
     at += rails * step
-    ends = tuple(_read_pair(data, at + number * _PAIR.size) for number in range(pairs))
+    places = range(at, at + pairs * _PAIR.size, _PAIR.size)
+    ends = tuple(
+        None if data[place:].startswith(_NO_PAIR) else _read_pair(data, place) for place in places
+    )
     return Answer(Reach(address, size, begins, keys), ends)
 
 

@@ -341,7 +341,7 @@ class MetaClient:
             LineFacts(
                 str(line.address),
                 line.state,
-                len(line.adverts),
+                line.adverts.untold,
                 line.beat.node_count if line.beat is not None else 0,
                 line.announced_total,
             )

@@ -15,7 +15,7 @@ import trio
 from trikv.core.remote import FetchPart, Remote, Search, Source
 from trikv.core.words import Words
 from trikv.meta.messages import Located
-from trikv.nursery.borrowing import Local, Result
+from trikv.nursery.borrowing import Local, Moved, Result
 from trikv.nursery.neighbours import Neighbour, neighbour
 from trikv.tiers.peer import PeerLostError
 
@@ -57,6 +57,7 @@ class Fetching:
         self._local = local
         self._bell = trio.Event()
         self._searching = 0
+        self._forgotten = Moved()  # of nodes that were
         self._seats = trio.Semaphore(SEARCHERS)
 
     def ring(self) -> None:
@@ -68,6 +69,11 @@ class Fetching:
         """An estimate of how long what is under way takes."""
         busy = [one.seconds for one in self.neighbours.values() if not one.is_idle]
         return max(busy, default=0.0) + (SEARCH_S if self._searching or self._remote.begun else 0.0)
+
+    def moved_bytes(self, way: str) -> int:
+        """What came by a way since the start."""
+        now = sum(one.moved.by_way.get(way, 0) for one in self.neighbours.values())
+        return now + self._forgotten.by_way.get(way, 0)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Search and fetch until cancelled; then all that is under way has ended.
@@ -100,6 +106,8 @@ class Fetching:
             for address, one in list(self.neighbours.items()):
                 if one.is_idle and now_s > one.used_s + FORGET_S:
                     del self.neighbours[address]
+                    for way, size in one.moved.by_way.items():
+                        self._forgotten.note(way, size)
                     await one.aclose()
 
     async def _search(self, search: Search, nursery: trio.Nursery) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from trikv import address as addresses
 from trikv.address import Address
 from trikv.core.remote import FetchPart
-from trikv.nursery.borrowing import Counted, Local, Result
+from trikv.nursery.borrowing import Counted, Local, Moved, Result
 from trikv.nursery.owning import sums_of
 from trikv.nursery.peerlink import Borrowed, PeerBusyError, PeerLink, PeerRefusedError, dial_peer
 from trikv.process.outward import on_asyncio
@@ -77,6 +77,7 @@ class Neighbour:
     waiting_bytes: int = 0
     used_s: float = 0.0
     rate: float = RATE
+    moved: Moved = field(default_factory=Moved)
     _joined: _Joined | None = None
     _dialing: trio.Lock = field(default_factory=trio.Lock)
     _seats: trio.Semaphore = field(default_factory=lambda: trio.Semaphore(LOANS))
@@ -86,10 +87,10 @@ class Neighbour:
 
     @property
     def way(self) -> str:
-        """By which bytes come; empty while it is not connected."""
+        """By which bytes came last, or will be asked for first; empty while it is not connected."""
         if self._joined is None:
             return ""
-        return "rdma" if self._joined.is_fast else "tcp"
+        return self.moved.last or self._joined.ways.transports[0].name
 
     @property
     def is_idle(self) -> bool:
@@ -301,11 +302,15 @@ class Neighbour:
             async def dial(offer: bytes) -> bytes:
                 return await _within(link.connect(offer))
 
-            ways.append(RdmaTransport(rails, link.rail_count, dial))
+            fast = RdmaTransport(rails, link.rail_count, dial, tell=self._rail_paused)
+            ways.append(Counted(fast, self.moved))
         data = Address(host=self.address.host, port=link.data_port)
-        tcp = Counted(TcpTransport(data, local.pool, limiter=local.receiving))
+        tcp = Counted(TcpTransport(data, local.pool, limiter=local.receiving), self.moved)
         ways.append(tcp)
         return _Joined(link, Ways(ways), tcp, is_fast=len(ways) > 1)
+
+    def _rail_paused(self, path: str, reason: str) -> None:
+        log.warning("rail.paused", addr=str(self.address), path=path, reason=reason)
 
     async def _drop(self, joined: _Joined) -> None:
         if self._joined is joined:

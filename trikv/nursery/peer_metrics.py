@@ -13,6 +13,8 @@ from trikv.process.pages import Family, Rows
 PEERS_SHOWN: Final = 16
 PEER: Final = ("peer",)
 META: Final = ("meta",)
+WAY: Final = ("way",)
+WAYS: Final = ("rdma", "tcp")
 
 FAMILIES: Final = {
     "trikv_meta_joined": Family("1 while this node has joined the metaserver", META),
@@ -26,6 +28,7 @@ FAMILIES: Final = {
     "trikv_peer_searches_total": Family("Requests whose blocks were looked for at other nodes"),
     "trikv_peer_found_blocks_total": Family("Blocks that somebody was said to have"),
     "trikv_peer_wrong_blocks_total": Family("Blocks that came with another sum"),
+    "trikv_peer_moved_bytes_total": Family("Bytes that came from nodes, believed or not", WAY),
     "trikv_peer_fetches": Family("Fetches under way"),
     "trikv_peer_grants": Family("Promises to other nodes"),
     "trikv_peer_granted_bytes": Family("Pages that they pin"),
@@ -53,6 +56,7 @@ def rows(peering: Peering | None) -> dict[str, Rows]:
         "trikv_peer_searches_total": [((), remote.searched_total)],
         "trikv_peer_found_blocks_total": [((), remote.found_blocks_total)],
         "trikv_peer_wrong_blocks_total": [((), wrong)],
+        "trikv_peer_moved_bytes_total": [((way,), fetching.moved_bytes(way)) for way in WAYS],
         "trikv_peer_fetches": [((), fetching.parts)],
         "trikv_peer_grants": [((), grants.count)],
         "trikv_peer_granted_bytes": [((), grants.bytes)],

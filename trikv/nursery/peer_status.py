@@ -38,6 +38,8 @@ def write_cluster(cluster: Any, peering: Peering) -> None:
             row.state, row.way = one.state, one.way
             row.fetchedBytes, row.fetchedBlocks = one.fetched_bytes, one.fetched_blocks
             row.failedBlocks = one.failed_blocks
+            row.rdmaBytes = one.moved.by_way.get("rdma", 0)
+            row.tcpBytes = one.moved.by_way.get("tcp", 0)
 
 
 def addresses(peering: Peering) -> list[str]:

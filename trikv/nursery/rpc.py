@@ -31,6 +31,7 @@ from trikv.tiers.copies import Process
 log = structlog.get_logger()
 
 SOFTWARE = f"trikv-daemon {__version__}"
+ALTERED_BYTES_MAX = 64
 
 
 class EngineConnection(Connection):
@@ -230,11 +231,16 @@ class SessionServant(wire.SCHEMA.Session.Server):
         """See the schema."""
         reply = context.results.init("reply")
         try:
-            dropped = await self.connection.guest.run(self._service.reset, self._session)
+            altered = read(_read_altered, context.params)
+            dropped = await self.connection.guest.run(self._service.reset, self._session, altered)
         except KvError as error:
             return self.connection.refuse(reply, error)
         reply.init("ok").droppedCount = dropped
         return None
+
+
+def _read_altered(params: Any) -> str:
+    return wire.text(str(params.altered), "altered", bytes_max=ALTERED_BYTES_MAX, bytes_min=0)
 
 
 class KvServant(wire.SCHEMA.Kv.Server):

@@ -221,14 +221,14 @@ class Service:
         """The session is alive."""
         self.sessions.use(session)
 
-    async def reset(self, session: Session) -> int:
-        """Forget every block of the instance's namespace, on disks durably.
+    async def reset(self, session: Session, altered: str) -> int:
+        """Forget every block of the instance's namespace, on disks durably; see `Store.reset`.
 
         Raises:
             KvError: refused, or not durable; nobody sees the blocks any more all the same.
         """
         self.sessions.use(session)
-        dropped = self.store.reset(session.instance)
+        dropped = self.store.reset(session.instance, altered)
         if self.tiers is not None:
             await self.tiers.void()
         return dropped

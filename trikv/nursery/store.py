@@ -321,13 +321,20 @@ class Store:
                 self.cache.release(name, request)
                 self._count(self._asked.ended(name, request), self.now_s())
 
-    def reset(self, name: InstanceName | None) -> int:
-        """Make every block of the instance's namespace unreachable; returns how many.
+    def reset(self, name: InstanceName | None, altered: str = "") -> int:
+        """Make every block of an instance's namespace unreachable; returns how many.
+
+        `altered`, unless empty: its weights were changed; it leaves for a namespace of that name.
 
         Raises:
-            NotReadyError: refused.
+            NotReadyError, OverloadedError: refused.
         """
-        namespace = self._namespace(self.engines.ready(name))
+        instance = self.engines.ready(name)
+        namespace = self._namespace(instance)
+        if altered:
+            self._make_room_for_namespace()
+            self.engines.alter(instance, altered)
+            self._open_spaces(self._namespace(instance))
         self.settle()
         dropped = 0
         for space in self.engines.namespaces.renew(namespace):

@@ -14,6 +14,8 @@ from trikv.core.rails import RAILS_MAX, Gid, choose_gid
 
 SYSFS: Final = Path("/sys/class/infiniband")
 ANY_NODE: Final = -1
+DOWN: Final = ("down", "lowerlayerdown", "notpresent")
+"""States of a network device that carries nothing; software devices are `unknown`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +63,19 @@ def list_nics(
 def _facts(path: Path, gid_index: int | None) -> NicFacts:
     if not path.is_dir():
         raise ValueError(f"there is no RDMA NIC {path.name!r}")
+    reason = f"no port of RDMA NIC {path.name!r} is up"
     for port in sorted(path.glob("ports/*"), key=lambda port: _natural(port.name)):
         if not _read(port / "state").endswith("ACTIVE"):
             continue
         is_ib = _read(port / "link_layer") == "InfiniBand"
         gid = choose_gid(_gids(path, port), is_ib=is_ib, wanted=gid_index)
         if gid is None:
-            raise ValueError(f"RDMA NIC {path.name!r} has no address of RoCE v2")
+            reason = f"RDMA NIC {path.name!r} has no address of RoCE v2"
+            continue
         node = _read(path / "device/numa_node")
         near = int(node) if node.lstrip("-").isdigit() else ANY_NODE
         return NicFacts(path.name, int(port.name), near, gid, is_ib)
-    raise ValueError(f"no port of RDMA NIC {path.name!r} is up")
+    raise ValueError(reason)
 
 
 def _gids(nic: Path, port: Path) -> list[Gid]:
@@ -85,7 +89,7 @@ def _gids(nic: Path, port: Path) -> list[Gid]:
             kind = _read(port / "gid_attrs/types" / path.name)
             device = _read(port / "gid_attrs/ndevs" / path.name)
             state = _read(nic.parent.parent / "net" / device / "operstate") if device else ""
-            table.append(Gid(int(path.name), kind, gid, state != "down"))
+            table.append(Gid(int(path.name), kind, gid, state not in DOWN))
     return table
 
 

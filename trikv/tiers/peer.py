@@ -55,7 +55,10 @@ class Fetch:
 class Transport(Protocol):
     """One way to one peer."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        ...
 
     async def fetch(self, fetch: Fetch) -> None:
         """Bring runs until all have come or failed, at the latest at the deadline.

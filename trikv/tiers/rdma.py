@@ -7,30 +7,28 @@ A queue pair serves one fetch at a time. So a fetch that is cancelled or late de
 holds, at once and without a wait, and no other fetch notices; the next one dials them again.
 """
 
-import math
-from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 import trio
-from numpy.typing import NDArray
 
+from trikv.core.pauses import Pauses
 from trikv.core.rails import (
     PAIRS_A_PATH,
     Answer,
+    PairFacts,
     Reach,
     Seat,
     pack_offer,
     pair_rails,
     read_answer,
 )
-from trikv.core.stripes import Pieces, cut, whole_runs
-from trikv.tiers.nics import ANY_NODE
+from trikv.core.stripes import cut, whole_runs
 from trikv.tiers.pairs import SUCCESS, NicError, QueuePair
 from trikv.tiers.peer import Fetch, Outcome, PeerLostError
 from trikv.tiers.rails import Rails
+from trikv.tiers.reads import Job, Lane
 
 PIECE_BYTES: Final = 1 << 20
 """A request: smaller ones cost more time in Python than on the wire."""
@@ -39,104 +37,14 @@ CHAINS: Final = 2
 """Of one queue pair, under way at once: while one moves the next is there."""
 DEPTH: Final = CHAIN_MAX * CHAINS
 PAUSE_S: Final = 30.0
-"""How long a rail is left alone after an error."""
+"""How long a path is left alone after an error, at first."""
 TURNS: Final = 4
 """Chains that end without a wait before the loop gets a turn."""
 
 Dial = Callable[[bytes], Awaitable[bytes]]
 """Give an offer to the owner; answers its answer, or raises `PeerLostError`."""
-
-
-@dataclass(slots=True, eq=False)
-class Lane:
-    """One queue pair that is joined to the owner's."""
-
-    seat: int
-    path: int
-    node: int
-    pair: QueuePair
-    keys_here: list[int]
-    keys_there: tuple[int, ...]
-    reach: Reach
-    is_busy: bool = False
-
-    async def ended(self) -> list[tuple[int, int]]:
-        """What has ended, at least one: (number, status)."""
-        pair = self.pair
-        while True:
-            if found := pair.poll():
-                return found
-            pair.arm()
-            if found := pair.poll():  # what ended before it was armed tells nobody
-                return found
-            await trio.lowlevel.wait_readable(pair.fd)
-            pair.drain()
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """Pieces of one fetch, handed out in chains.
-
-    Attributes:
-        nodes: of each region here.
-        arrived: bool[pieces].
-        left: chains that wait.
-        unfenced: bool[pieces], of queue pairs that could not be destroyed.
-    """
-
-    pieces: Pieces
-    reach: Reach
-    deadline_s: float
-    there: list[int]
-    here: list[int]
-    sizes: list[int]
-    regions_there: list[int]
-    regions_here: list[int]
-    nodes: tuple[int, ...]
-    arrived: NDArray[np.bool_] = field(init=False)
-    unfenced: NDArray[np.bool_] = field(init=False)
-    left: int = 0
-    _chains: dict[int, deque[tuple[int, int]]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.arrived = np.zeros(len(self.pieces), np.bool_)
-        self.unfenced = np.zeros(len(self.pieces), np.bool_)
-
-    def take(self, node: int) -> tuple[int, int] | None:
-        """The next chain to post, of memory near a NIC at `node` if there is any.
-
-        None once the time is over, even if nobody had a turn since.
-        """
-        if not self.left or trio.current_time() >= self.deadline_s:
-            return None
-        chains = self._chains.get(node) or self._chains.get(ANY_NODE)
-        if not chains:
-            chains = next(one for one in self._chains.values() if one)
-        self.left -= 1
-        return chains.popleft()
-
-    def give_back(self, first: int, last: int) -> None:
-        """A chain that is to be read, for the first time or again."""
-        node = self.nodes[self.regions_here[first]]
-        self._chains.setdefault(node, deque()).append((first, last))
-        self.left += 1
-
-    def is_near(self, node: int) -> bool:
-        """Whether a NIC at `node` is near memory that is still to be filled."""
-        return node == ANY_NODE or bool(self._chains.get(node) or self._chains.get(ANY_NODE))
-
-    def post(self, lane: Lane, first: int, last: int) -> None:
-        """Start a chain: from here on its pages here are the NIC's."""
-        part = slice(first, last)
-        keys_there, keys_here = lane.keys_there, lane.keys_here
-        reads = (
-            self.there[part],
-            [keys_there[number] for number in self.regions_there[part]],
-            self.here[part],
-            self.sizes[part],
-            [keys_here[number] for number in self.regions_here[part]],
-        )
-        lane.pair.post(first, reads)
+Tell = Callable[[str, str], object]
+"""Told when a path is left alone: which one, and why."""
 
 
 class RdmaTransport:
@@ -149,7 +57,13 @@ class RdmaTransport:
     name = "rdma"
 
     def __init__(
-        self, rails: Rails, far_rails: int, dial: Dial, *, pause_s: float = PAUSE_S
+        self,
+        rails: Rails,
+        far_rails: int,
+        dial: Dial,
+        *,
+        pause_s: float = PAUSE_S,
+        tell: Tell = lambda _nic, _why: None,
     ) -> None:
         """Nothing is dialled yet.
 
@@ -158,13 +72,14 @@ class RdmaTransport:
             far_rails: how many the owner has.
             dial: see `Dial`.
             pause_s: see `PAUSE_S`.
+            tell: see `Tell`.
         """
         self._rails = rails
         self._far_rails = far_rails
         self._dial_owner = dial
-        self._pause_s = pause_s
+        self._tell = tell
         self._paths = pair_rails(len(rails.rails), far_rails)
-        self._paused_until_s = [-math.inf] * len(self._paths)
+        self._pauses = Pauses(len(self._paths), pause_s)
         self._lanes: dict[int, Lane] = {}
         self._reach: Reach | None = None
         self._dialing = trio.Lock()
@@ -256,9 +171,10 @@ class RdmaTransport:
         """
         under_way: dict[int, tuple[int, int]] = {}
         try:
-            await _read(lane, job, under_way)
-        except NicError:
-            self._paused_until_s[lane.path] = trio.current_time() + self._pause_s
+            if await _read(lane, job, under_way):
+                self._pauses.work(lane.path)
+        except NicError as error:
+            self._pause([lane.seat], error)
         finally:
             lane.is_busy = False
             if under_way:
@@ -282,12 +198,11 @@ class RdmaTransport:
 
     def _missing(self) -> list[int]:
         """Seats without a queue pair whose rail is not paused."""
-        now_s = trio.current_time()
         count = len(self._paths)
         return [
             seat
             for seat in range(count * PAIRS_A_PATH)
-            if seat not in self._lanes and self._paused_until_s[seat % count] <= now_s
+            if seat not in self._lanes and not self._is_paused(seat % count)
         ]
 
     async def _dial_missing(self) -> None:
@@ -307,8 +222,8 @@ class RdmaTransport:
                 if made:
                     offer = pack_offer([self._seat(seat, pair) for seat, pair in made.items()])
                     self._join(made, read_answer(await self._dial_owner(offer)))
-            except (NicError, PeerLostError, ValueError):
-                self._pause(seats)
+            except (NicError, PeerLostError, ValueError) as error:
+                self._pause(seats, error)
             finally:  # of those left nothing was ever posted
                 for pair in made.values():
                     self._give_up(pair)
@@ -319,8 +234,8 @@ class RdmaTransport:
             near, _ = self._paths[seat % len(self._paths)]
             try:
                 made[seat] = self._rails.rails[near].nic.new_pair(DEPTH)
-            except NicError:
-                self._pause([seat])
+            except NicError as error:
+                self._pause([seat], error)
 
     def _seat(self, seat: int, pair: QueuePair) -> Seat:
         return Seat(seat, self._paths[seat % len(self._paths)][1], pair.facts)
@@ -333,27 +248,35 @@ class RdmaTransport:
             for lane in [lane for lane in self._lanes.values() if not lane.is_busy]:
                 self._destroy(lane)
             self._reach = answer.reach
-        for (seat, pair), far in zip(list(made.items()), answer.pairs, strict=True):
-            path = seat % len(self._paths)
-            near, far_rail = self._paths[path]
-            rail = self._rails.rails[near]
-            try:
-                pair.connect(far)
-            except NicError:
-                self._pause([seat])
-                continue
-            node, reach = rail.nic.facts.node, self._reach
-            keys = reach.keys[far_rail]
-            self._lanes[seat] = Lane(seat, path, node, pair, rail.keys, keys, reach)
-            del made[seat]
+        for seat, far in zip(list(made), answer.pairs, strict=True):
+            if far is None:
+                self._pause([seat], NicError("the owner cannot join it"))
+            elif not self._is_paused(seat % len(self._paths)):  # by its first queue pair
+                self._join_one(made, seat, far, self._reach)
+
+    def _join_one(
+        self, made: dict[int, QueuePair], seat: int, far: PairFacts, reach: Reach
+    ) -> None:
+        path = seat % len(self._paths)
+        near, far_rail = self._paths[path]
+        rail = self._rails.rails[near]
+        try:
+            made[seat].connect(far)
+        except NicError as error:
+            self._pause([seat], error)
+            return
+        node, keys = rail.nic.facts.node, reach.keys[far_rail]
+        self._lanes[seat] = Lane(seat, path, node, made.pop(seat), rail.keys, keys, reach)
 
     def _is_paused(self, path: int) -> bool:
-        return trio.current_time() < self._paused_until_s[path]
+        return not self._pauses.is_over(path, now_s=trio.current_time())
 
-    def _pause(self, seats: list[int]) -> None:
-        until_s = trio.current_time() + self._pause_s
-        for seat in seats:
-            self._paused_until_s[seat % len(self._paths)] = until_s
+    def _pause(self, seats: list[int], why: Exception) -> None:
+        for path in sorted({seat % len(self._paths) for seat in seats}):
+            if self._pauses.fail(path, now_s=trio.current_time()):
+                near, far = self._paths[path]
+                name = self._rails.rails[near].nic.facts.name
+                self._tell(f"{name} to rail {far}", str(why) or "it does not answer")
 
     def _give_up(self, pair: QueuePair) -> None:
         try:
@@ -362,8 +285,11 @@ class RdmaTransport:
             self._quarantine.append(pair)
 
 
-async def _read(lane: Lane, job: Job, under_way: dict[int, tuple[int, int]]) -> None:
+async def _read(lane: Lane, job: Job, under_way: dict[int, tuple[int, int]]) -> bool:
     """Post chains and wait for them until none is left; `under_way` is always what the NIC has.
+
+    Returns:
+        Whether there were any.
 
     Raises:
         NicError: a read failed, and with it all that is under way.
@@ -374,7 +300,7 @@ async def _read(lane: Lane, job: Job, under_way: dict[int, tuple[int, int]]) -> 
             under_way[chain[1] - 1] = chain
             job.post(lane, *chain)
         if not under_way:
-            return
+            return turns > 0
         for number, status in await lane.ended():
             if status != SUCCESS:
                 raise NicError(f"a read ended with status {status}")

@@ -7,7 +7,7 @@ serves reads without us: a queue pair is the only thing by which a peer can be k
 from typing import Final
 
 from trikv.core.errors import OverloadedError
-from trikv.core.rails import Answer, pack_answer, read_offer
+from trikv.core.rails import Answer, PairFacts, Seat, pack_answer, read_offer
 from trikv.core.words import PeerId
 from trikv.tiers.pairs import NicError, QueuePair
 from trikv.tiers.rails import Rails
@@ -32,6 +32,8 @@ class RdmaOwner:
     def connect(self, peer: PeerId, offer: bytes) -> bytes:
         """Join a peer's queue pairs; answers what it needs to read.
 
+        A seat whose rail cannot be joined is answered so, and costs no other rail.
+
         Args:
             peer: who has proved that it knows the cluster's secret.
             offer: as it came.
@@ -39,22 +41,33 @@ class RdmaOwner:
         Raises:
             ValueError: the offer cannot be; one line.
             OverloadedError: too many peers read here.
-            NicError: a NIC refused; what the peer had before may be gone.
+            NicError: a NIC keeps what the peer had before.
         """
         seats = read_offer(offer, rails=len(self._rails.rails))
         if peer not in self._pairs and len(self._pairs) >= self._peers_max:
             raise OverloadedError("too many peers read this pool")
         mine = self._pairs.setdefault(peer, {})
-        ends = []
+        ends: list[PairFacts | None] = []
+        dead: set[tuple[int, bytes]] = set()  # ways: the kernel looks a second for each
         for seat in seats:
             if (old := mine.get(seat.number)) is not None:
                 old.destroy()
                 del mine[seat.number]
+            way = seat.rail, seat.pair.gid
+            end = None if way in dead else self._join(mine, seat)
+            if end is None:
+                dead.add(way)
+            ends.append(end)
+        return pack_answer(Answer(self._rails.reach, tuple(ends)))
+
+    def _join(self, mine: dict[int, QueuePair], seat: Seat) -> PairFacts | None:
+        try:
             pair = self._rails.rails[seat.rail].nic.new_pair(DEPTH)
             mine[seat.number] = pair
             pair.connect(seat.pair)
-            ends.append(pair.facts)
-        return pack_answer(Answer(self._rails.reach, tuple(ends)))
+        except NicError:
+            return None
+        return pair.facts
 
     def fence(self, peer: PeerId) -> None:
         """When this returns no read of that peer is served any more; it may connect again.
