@@ -181,8 +181,10 @@ def main() -> None:
     end_as_group()
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
-    if options.tensor_parallel_size > 1:  # CPU: else each rank wants NUMA nodes of its own
+    ranks = options.tensor_parallel_size
+    if ranks > 1:  # CPU: else each rank wants NUMA nodes of its own, and all cores
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     prompts = json.loads(options.prompts.read_text())
     begun_s = time.monotonic()
     engine = start_engine(options)
