@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.gpu_engine import LAYOUTS, GpuEngine, gpu_engine, rows
+from tests.answers import answer_of
 from tests.conftest import Start
 from tests.integration.daemons import RunningDaemon, hashes
 from trikv.connector import cuda, layouts
@@ -330,11 +331,11 @@ def test_a_poisoned_context_costs_that_copier_only() -> None:
 
     async def copy(number: int) -> np.ndarray:
         piece = (Piece(0, 0, PIECE, PIECE),)
-        layout = GroupLayout((Range(0, 64 * PIECE),), piece, 64, "bytes", Place(number, 0))
+        place = Place(number, 0)
+        layout = GroupLayout((Range(0, 64 * PIECE),), piece, 64, "bytes", place)
         blocks, offsets = np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int64) * PIECE
-        return await copiers.copy(
-            Copy(Nobody(), layout, blocks, offsets, into_engine=False), lambda: False
-        )
+        order = Copy(Nobody(), layout, blocks, offsets, into_engine=False)
+        return await answer_of(lambda tell: copiers.begin(order, place, lambda: False, tell))
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:

@@ -22,16 +22,17 @@ def test_a_forward_behind_a_held_load_reads_what_was_loaded(
     blocks, count = 2 * 512, 512
     tensors = tensors_of(blocks, 8)
     with gpu_engine(daemon.address, tensors, blocks) as engine:
-        engine.save("held", list(range(count)))
-        blob = saved_hashes(engine, "held", count)
+        name = f"held {is_started}"
+        engine.save(name, list(range(count)))
+        blob = saved_hashes(engine, name, count)
         assert engine.worker._overlap.words is not None
         ids = pack(range(count, blocks))
         for turn in range(1, 6):
             for one in tensors.values():
                 one[count:] = 0
             torch.cuda.synchronize()
-            answer = engine.scheduler.query("held", 32, blob).result(10)
-            job = LoadJob("held", answer.lease, 0, ids, turn, turn + 1, 32, blob)
+            answer = engine.scheduler.query(name, 32, blob).result(10)
+            job = LoadJob(name, answer.lease, 0, ids, turn, turn + 1, 32, blob)
             if is_started:
                 engine.scheduler.start(job)
                 time.sleep(0.001)
