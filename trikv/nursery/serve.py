@@ -73,6 +73,8 @@ QUEUE_JOBS_MAX = 1_024
 COPIES_MAX = 320  # under way in a direction: more than one session may have, so none fills it
 SWEEP_S = 0.25
 EXIT_USAGE = 2
+SWITCH_S = 0.0005
+"""How long a thread that makes sums or touches memory may keep the main one waiting, which serves."""
 
 
 @dataclass(slots=True)
@@ -318,6 +320,7 @@ def main() -> None:
     """Entry point of `trikv-daemon`."""
     if not __debug__:
         sys.exit("trikv-daemon: the checks are part of it: run without -O and PYTHONOPTIMIZE")
+    sys.setswitchinterval(SWITCH_S)
     try:
         settings = config.load(sys.argv[1:], os.environ)
         check(settings)
