@@ -74,7 +74,7 @@ COPIES_MAX = 320  # under way in a direction: more than one session may have, so
 SWEEP_S = 0.25
 EXIT_USAGE = 2
 SWITCH_S = 0.0005
-"""How long a thread that makes sums or touches memory may keep the main one waiting, which serves."""
+"""How long a thread that makes sums may keep the main one waiting, which serves."""
 
 
 @dataclass(slots=True)
