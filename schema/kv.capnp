@@ -88,10 +88,6 @@ interface Session @0xb7e20f6d4c8a9135 {
   # Forgets every block of the instance's namespace, for all engines that share it. `altered` (at most
   # 64 bytes): the instance's weights are no more those that its fields name, so from now on they have
   # one more, of this name and value. It declares that by itself when it declares itself again.
-
-  start @8 (start :Start) -> ();
-  # By the scheduler: every rank is about to ask for this load; begin it. A rank's `load` of the same
-  # blocks then joins what was begun. What cannot be begun is left to those calls.
 }
 
 struct Field { name @0 :Text; value @1 :Text; }
@@ -254,14 +250,6 @@ struct Load {
   value @7 :UInt32;                 # what that word becomes once all blocks have arrived: after their last
                                     # byte in the order of the GPU, before the reply. A load that fails in
                                     # part leaves the word alone.
-}
-
-struct Start {
-  lease @0 :UInt64;
-  first @1 :UInt32;                 # as in `Load`, the same for all ranks
-  blocks @2 :Data;
-  signal @3 :UInt16;
-  value @4 :UInt32;
 }
 
 struct LoadReply {

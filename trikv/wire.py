@@ -24,7 +24,6 @@ from trikv.core.calls import (
     Register,
     Save,
     Signals,
-    Start,
 )
 from trikv.core.errors import BadRequestError
 from trikv.core.layout import ADDRESS_MAX, Piece, Range
@@ -307,17 +306,6 @@ def read_load(message: Any) -> Load:
         int(message.signal),
         int(message.value),
     )
-
-
-def read_start(message: Any) -> Start:
-    """Read `Start`.
-
-    Raises:
-        BadRequestError: a bound is broken.
-    """
-    blocks = ids_to_array(message.blocks)
-    lease, first = LeaseId(int(message.lease)), int(message.first)
-    return Start(lease, first, blocks, int(message.signal), int(message.value))
 
 
 def read_requests(message: Any) -> list[RequestId]:

@@ -38,7 +38,6 @@ class FakeCalls:
         self.released: list[str] = []
         self.waits: list[float] = []  # how long each query lets the daemon wait
         self.resets: list[Future[int]] = []
-        self.started: list[LoadJob] = []
         self.altered: list[str] = []  # the text of each of them
 
     def query(
@@ -55,9 +54,6 @@ class FakeCalls:
         future: Future[tuple[int, ...]] = Future()
         self.loads[job.request] = (job, future)
         return future
-
-    def start(self, job: LoadJob) -> None:
-        self.started.append(job)
 
     def save(self, job: SaveJob, fence: int, generation: int, _event: int) -> "Future[Saved]":
         future: Future[Saved] = Future()

@@ -15,7 +15,7 @@ from trikv.connector import overlap
 from trikv.connector.calls import Answer, pack
 from trikv.connector.guards import guarded
 from trikv.connector.holding import SIGNAL_COUNT, Holding
-from trikv.connector.jobs import LoadJob
+from trikv.connector.jobs import LoadJob, SaveJob
 from trikv.connector.link import LostError, RefusedError
 from trikv.connector.overlap import LoadLostError
 from trikv.connector.worker import WorkerHalf
@@ -190,3 +190,37 @@ def test_words_are_used_in_turns_with_values_that_grow() -> None:
         assert 1 <= number <= SIGNAL_COUNT
         assert value > last.get(number, 1)
         last[number] = value
+
+
+def test_a_load_may_be_sent_ahead_of_its_step_once() -> None:
+    rank = Rank()
+    rank.half.begin(JOB)
+    assert rank.calls.loads["r"][0].signal == 3
+    assert rank.words.held == []
+    rank.calls.loads["r"][1].set_result(())
+    first = rank.calls.loads.pop("r")
+    rank.half.start_loads([JOB])
+    assert "r" not in rank.calls.loads  # it is not sent again
+    assert rank.words.held == [(3, 9)]
+    assert rank.half.finished() == (set(), set())
+    assert first[1].done()
+
+
+def test_no_load_is_sent_ahead_while_a_save_may_read_its_blocks() -> None:
+    """The step would raise the save's fence first; a load sent before would alter what it reads."""
+    rank = Rank()
+    rank.half.start_saves([SaveJob(1, "s", 0, 32, bytes(32), pack([4]))])
+    rank.half.begin(JOB)
+    assert not rank.calls.loads
+    rank.half.void(["s"])
+    rank.half.start_loads([JOB])
+    assert "r" in rank.calls.loads
+    rank.answer("r", ())
+    assert rank.half.finished() == (set(), set())
+
+
+def test_loads_that_wait_for_the_engine_s_work_are_not_sent_ahead() -> None:
+    half = WorkerHalf(FakeCalls(), LOG, orders_loads=True)  # type: ignore[arg-type]
+    half.register("i", 0, {"l": torch.zeros(8, 2, 4, 4)}, 8, 128)
+    half.begin(JOB)
+    assert not half._calls.loads  # type: ignore[attr-defined]

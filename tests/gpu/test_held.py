@@ -34,7 +34,7 @@ def test_a_forward_behind_a_held_load_reads_what_was_loaded(
             answer = engine.scheduler.query(name, 32, blob).result(10)
             job = LoadJob(name, answer.lease, 0, ids, turn, turn + 1, 32, blob)
             if is_started:
-                engine.scheduler.start(job)
+                engine.worker.begin(job)
                 time.sleep(0.001)
             engine.worker.start_loads([job])
             read = [one[count:].clone() for one in tensors.values()]  # the forward

@@ -120,17 +120,6 @@ class Calls:
             body |= {"signal": job.signal, "value": job.value}
         return self.client.call("load", {"load": body}, _read_failed, deadline_s=None, via=via)
 
-    def start(self, job: LoadJob) -> None:
-        """By the scheduler: have the load begun that all ranks will ask for in a moment."""
-        body = {
-            "lease": job.lease,
-            "first": job.first,
-            "blocks": job.blocks,
-            "signal": job.signal,
-            "value": job.value,
-        }
-        self.client.call("start", {"start": body}, read_nothing)
-
     def release(self, requests: Sequence[str]) -> None:
         """Tell that requests have ended; nobody waits for the answer."""
         for at in range(0, len(requests), REQUESTS_MAX):

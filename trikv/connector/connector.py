@@ -9,6 +9,7 @@ imported.
 
 import logging
 import os
+import weakref
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,13 +27,15 @@ from trikv.connector import engine, identity, shapes, tally
 from trikv.connector.calls import Calls
 from trikv.connector.client import Client, Introduction, Settings
 from trikv.connector.guards import guarded, nothing
-from trikv.connector.jobs import Report, StepJobs
+from trikv.connector.jobs import LoadJob, Report, StepJobs
 from trikv.connector.scheduler import SchedulerHalf
 from trikv.connector.settings import read_settings
 from trikv.connector.tracks import Policy
 from trikv.connector.worker import WorkerHalf
 
 RESET_S: Final = 5.0
+WORKERS: Final = weakref.WeakValueDictionary[str, WorkerHalf]()
+"""Of this process, by instance, where that has one rank."""
 
 
 @dataclass
@@ -138,6 +141,8 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
                 save_s=self._settings.save_s,
                 orders_loads=not self._has_deferred_frees,
             )
+            if self._shape.rank_count == 1:
+                WORKERS[self._instance] = self._worker
             return
         fields = self._fields(software)
         policy = Policy(
@@ -147,11 +152,12 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
             load_wait_s=self._settings.load_wait_s,
             hold_s=self._hold_s(),
             block_bytes=sum(self._shape.page_bytes.values()),
-            starts_loads=self._has_deferred_frees,
             saves=transfer.is_kv_producer,
             loads=transfer.is_kv_consumer,
         )
-        self._scheduler = half = SchedulerHalf(Calls(self._client), policy, self._log)
+        self._scheduler = half = SchedulerHalf(
+            Calls(self._client), policy, self._log, begin=self._begin_load
+        )
         instance = {"name": self._instance, "rankCount": self._shape.rank_count}
 
         def declaration() -> dict[str, Any]:
@@ -160,6 +166,12 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
             return {"instance": instance | {"fields": pairs}}
 
         self._client.start(Introduction("declare", declaration))
+
+    def _begin_load(self, job: LoadJob) -> None:
+        """One rank mostly runs in the scheduler's process: its load need not wait for the step."""
+        worker = WORKERS.get(self._instance)
+        if worker is not None:
+            worker.begin(job)
 
     def _hold_s(self) -> float:
         if self._settings.hold_s and not engine.abilities(KVConnectorBase_V1).has_loads_first:

@@ -49,7 +49,19 @@ class SchedulerHalf:
         policy: Policy,
         log: logging.Logger,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        begin: Callable[[LoadJob], None] = lambda _: None,
     ) -> None:
+        """Make a half.
+
+        Args:
+            calls: to the daemon.
+            policy: what the user and the engine's shape set.
+            log: the engine's.
+            clock: in seconds.
+            begin: has the worker send a load now if it can; it is given the job in the step too.
+        """
+        self._begin = begin
         self._calls = calls
         self._policy = policy
         self._log = log
@@ -144,11 +156,11 @@ class SchedulerHalf:
         else:
             track.loading = job
             self._holding.began_load(request.request_id)
-        if self._policy.starts_loads and job.lease:
-            self._calls.start(job)
+        self._loads.append(job)
+        if job.lease:
+            self._begin(job)
             if job.is_held:
                 time.sleep(YIELD_S)  # the client's thread sends it now, not after this step's work
-        self._loads.append(job)
         self.tally.add("hit_blocks", count)
         self.tally.add("hit_requests")
         if not self._has_said_hit:

@@ -29,7 +29,6 @@ class Policy:
     load_wait_s: float = 2.0
     hold_s: float = 0.0  # how long a forward may wait for its load; 0: never
     block_bytes: int = 0  # of one block on one rank
-    starts_loads: bool = False  # the scheduler begins loads, before its workers ask
     saves: bool = True
     loads: bool = True
 

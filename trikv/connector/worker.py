@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from trikv.connector import cuda, layouts
 from trikv.connector.calls import ID_BYTES, Calls, Saved, unpack
@@ -29,12 +29,13 @@ from trikv.connector.client import Attached, Introduction
 from trikv.connector.fences import Fences
 from trikv.connector.jobs import IDLE_S, LoadJob, Report, SaveJob
 from trikv.connector.link import AbsentError, CallError, UnknownError
+from trikv.connector.offers import gpu_memory, process_memory, registration
 from trikv.connector.overlap import LoadLostError, Overlap
 from trikv.connector.tally import Tally
 
 if TYPE_CHECKING:
     import logging
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
     from concurrent.futures import Future
 
 SAVE_S: Final = 2.0
@@ -46,6 +47,10 @@ class _Loading:
     job: LoadJob
     via: Attached | None
     future: Future[tuple[int, ...]] | None  # None: not sent
+
+
+_Sent: TypeAlias = "tuple[Attached | None, Future[tuple[int, ...]] | None]"
+"""Over what a load was sent, and its outcome; nothing where it was not sent."""
 
 
 @dataclass(slots=True)
@@ -90,6 +95,7 @@ class WorkerHalf:
         self._fences = Fences()
         self._is_registered = False
         self._tensors: object = None
+        self._begun: dict[tuple[str, int], _Sent] = {}  # ahead of their step, by request and lease
         self._loading: dict[str, _Loading] = {}
         self._saving: dict[str, _Saving] = {}
         self._delayed: dict[str, float] = {}  # ended requests, and until when their saves may last
@@ -151,24 +157,39 @@ class WorkerHalf:
         for request in requests:
             self._void(request)
 
+    def begin(self, job: LoadJob) -> None:
+        """Send a load ahead of its step, or leave it to that.
+
+        Not while a save is under way: the step may raise its fence, and then it is too late for
+        what the save has read of a block that this load has begun to write.
+        """
+        if not (self._orders_loads or self._saving):
+            self._begun[job.request, job.lease] = self._send(job)
+
     def start_loads(self, jobs: Iterable[LoadJob]) -> None:
-        """Send loads; each will be reported, whatever happens."""
+        """Send loads that were not sent ahead; each will be reported, whatever happens."""
         event: int | None = None  # recorded for the first
         for job in jobs:
-            via = self._calls.attached
-            sent: Future[tuple[int, ...]] | None = None
-            if via is not None and self._is_registered and job.lease:
-                try:
-                    if event is None:
-                        event = self._record() if self._orders_loads else 0
-                    shown = job if self._overlap.words is not None else replace(job, signal=0)
-                    sent = self._calls.load(shown, via, self._load_s, event)
-                except Exception:  # noqa: BLE001  # the others must be sent, and this one reported
-                    self._log.exception("TriKV: a load could not be sent")
+            sent = self._begun.pop((job.request, job.lease), None)
+            if sent is None:
+                if event is None and self._orders_loads:
+                    event = self._record()
+                sent = self._send(job, event or 0)
             if job.is_held:
-                self._overlap.hold(job, via if sent is not None else None, sent)
+                self._overlap.hold(job, *sent)
             else:
-                self._loading[job.request] = _Loading(job, via, sent)
+                self._loading[job.request] = _Loading(job, *sent)
+
+    def _send(self, job: LoadJob, event: int = 0) -> _Sent:
+        via = self._calls.attached
+        if via is None or not self._is_registered or not job.lease:
+            return None, None
+        shown = job if self._overlap.words is not None else replace(job, signal=0)
+        try:
+            return via, self._calls.load(shown, via, self._load_s, event)
+        except Exception:  # noqa: BLE001  # the others must be sent, and this one reported
+            self._log.exception("TriKV: a load could not be sent")
+            return None, None
 
     def start_saves(self, jobs: Iterable[SaveJob]) -> None:
         """Send saves of blocks that are complete once the step's work is over.
@@ -326,69 +347,3 @@ class WorkerHalf:
         """At shutdown: void everything, so that nothing read later becomes visible."""
         for request in list(self._saving):
             self._void(request)
-
-
-def registration(instance: str, rank: int, fences: Fences) -> dict[str, Any]:
-    """The `Rank` message, without its memory."""
-    return {
-        "instance": instance,
-        "rank": rank,
-        "fences": {"address": fences.address, "count": fences.count},
-    }
-
-
-def process_memory(plan: layouts.Plan, block_count: int) -> dict[str, Any]:
-    """What of `Rank` says where blocks lie in this process's memory."""
-    memories = [{"process": {"address": m.address, "bytes": m.size_bytes}} for m in plan.memories]
-    places = [(number, 0) for number in range(len(memories))]
-    return {"memories": memories, "groups": [_group(plan, block_count, places)]}
-
-
-def gpu_memory(
-    plan: layouts.Plan,
-    block_count: int,
-    exported: cuda.Export,
-    events: cuda.StepEvents,
-    words: cuda.SignalWords | None,
-) -> dict[str, Any]:
-    """What of `Rank` says where blocks and words lie in a GPU's memory."""
-    allocations, signals = list(exported.allocations), {"count": 0}
-    if words is not None:
-        numbers = {one.handle: at for at, one in enumerate(allocations)}
-        at = numbers.get(words.allocation.handle, len(allocations))
-        if at == len(allocations):
-            allocations.append(words.allocation)
-        signals = {"memory": at, "offset": words.offset, "count": words.count}
-    memories = [
-        {
-            "cudaIpc": {
-                "handle": one.handle,
-                "allocationBytes": one.size_bytes,
-                "deviceUuid": exported.device,
-            }
-        }
-        for one in allocations
-    ]
-    group = _group(plan, block_count, exported.places)
-    return {
-        "memories": memories,
-        "groups": [group],
-        "events": events.handles,
-        "signals": signals,
-    }
-
-
-def _group(
-    plan: layouts.Plan, block_count: int, places: Sequence[tuple[int, int]]
-) -> dict[str, Any]:
-    """The one group; `places` says where in what is registered each memory of the plan begins."""
-    pieces = [
-        {
-            "memory": places[piece.memory][0],
-            "offset": places[piece.memory][1] + piece.offset,
-            "stride": piece.stride,
-            "bytes": piece.size_bytes,
-        }
-        for piece in plan.pieces
-    ]
-    return {"blockCount": block_count, "pieces": pieces, "layout": plan.layout}

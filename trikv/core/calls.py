@@ -117,17 +117,6 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """A scheduler says which load all its ranks will ask for; fields as in `Load`."""
-
-    lease: LeaseId
-    first: int
-    blocks: NDArray[np.int32]
-    signal: int = 0
-    value: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Named:
     """Answer to declare and register."""
 

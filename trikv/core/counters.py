@@ -19,7 +19,6 @@ METHODS: Final = (
     "release",
     "heartbeat",
     "reset",
-    "start",
 )
 
 

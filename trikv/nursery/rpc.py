@@ -204,15 +204,6 @@ class SessionServant(wire.SCHEMA.Session.Server):
         self.connection.guest.kick()
 
     @at_once
-    def start_context(self, context: Any) -> None:
-        """See the schema; there is nobody to tell what cannot be done."""
-        try:
-            self._service.start(self._session, read(wire.read_start, context.params.start))
-            self.connection.guest.kick()
-        except KvError as error:
-            log.debug("call.refused", code=error.code, reason=str(error))
-
-    @at_once
     def release_context(self, context: Any) -> None:
         """See the schema; a malformed list is ignored: there is nobody to tell."""
         try:

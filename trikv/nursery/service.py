@@ -4,7 +4,6 @@ Decided here: which calls are answered at once and which wait for a copy, and wh
 ask. Knows neither capnp nor asyncio: tests and simulations call it under `trio.run`.
 """
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -12,7 +11,7 @@ import numpy as np
 import trio
 from numpy.typing import NDArray
 
-from trikv.core.calls import Answer, Declare, Load, Named, Query, Register, Save, Saved, Start
+from trikv.core.calls import Answer, Declare, Load, Named, Query, Register, Save, Saved
 from trikv.core.errors import BadRequestError, ForbiddenError, KvError
 from trikv.core.layout import GroupLayout, Place
 from trikv.core.words import InstanceName, Offsets, RequestId
@@ -25,8 +24,6 @@ from trikv.tiers.copies import Copy, Process
 DIGEST_CALLS = 1  # at most some 5 ms, mostly below 1
 DIGEST_BUSY_S = 0.01
 DIGEST_IDLE_S = 0.25
-BEGUN_MAX = 64
-"""Loads of a session that its scheduler has started and it has not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +142,7 @@ class Service:
         ).then(tell)
 
     def load(
-        self, session: Session, call: Load, answer: Callable[[NDArray[np.int32] | KvError], None]
+        self, session: Session, call: Load, answer: Callable[[NDArray[np.int32]], None]
     ) -> None:
         """Begin to copy leased blocks into an engine.
 
@@ -153,19 +150,23 @@ class Service:
             session: whose.
             call: what.
             answer: called once, maybe at once, with the positions of blocks that did not arrive,
-                or a refusal, when no byte will be written any more; also when the daemon ends.
+                when no byte will be written any more; also when the daemon ends.
 
         Raises:
             KvError: refused, nothing is begun and nothing will be answered.
         """
         self.sessions.use(session)
-        begun = session.begun.pop((call.rank, call.lease), None)
-        job = begun if begun is not None else self._start_load(session, call)
-        if begun is None or np.array_equal(job.copy.blocks, call.blocks):
-            job.then(lambda copied: answer(missing_of(copied)))
-            return
-        refusal = BadRequestError("a load of this lease into other blocks was started")
-        job.then(lambda _: answer(refusal))
+        self.loading.check_room(session)
+        _check_event(session, call)
+        plan, layout = self.store.prepare_load(session.id, session.instance, call)
+        self._start(
+            self.loading,
+            session,
+            (layout, call.blocks, plan.offsets, call.event),
+            lambda copied: self.store.complete_load(plan, copied, layout),
+            stop_s=self.store.now_s() + call.budget_s if call.budget_s else None,
+            signal=(call.signal, call.value),
+        ).then(lambda copied: answer(missing_of(copied)))
 
     def expect_load(self, session: Session) -> None:
         """What a query found will be loaded in a moment, most likely: copiers may get ready."""
@@ -176,39 +177,6 @@ class Service:
             mapped = theirs.attachments.get(rank) if theirs is not None else None
             if mapped is not None:
                 self.memory.expect(mapped, into_engine=True)
-
-    def start(self, session: Session, call: Start) -> None:
-        """Begin a load of all ranks before they ask; what cannot begin is left to their calls."""
-        self.sessions.use(session)
-        instance = self.store.engines.ready(session.instance)
-        if instance.declared_by != session.id:
-            raise BadRequestError("loads are started by the session that declared the instance")
-        for rank, facts in instance.ranks.items():
-            theirs = self.sessions.open_sessions.get(facts.session)
-            if theirs is None or theirs.is_closing:
-                continue
-            mapped = theirs.attachments.get(rank)
-            has_word = mapped is not None and call.signal <= mapped.signal_count
-            signal = (call.signal, call.value) if has_word else (0, 0)
-            load = Load(rank, call.lease, call.first, call.blocks, 0.0, 0, *signal)
-            with contextlib.suppress(KvError):
-                job = self._start_load(theirs, load)
-                if len(theirs.begun) >= BEGUN_MAX:  # ranks that never asked
-                    del theirs.begun[next(iter(theirs.begun))]
-                theirs.begun[rank, call.lease] = job
-
-    def _start_load(self, session: Session, call: Load) -> Job:
-        self.loading.check_room(session)
-        _check_event(session, call)
-        plan, layout = self.store.prepare_load(session.id, session.instance, call)
-        return self._start(
-            self.loading,
-            session,
-            (layout, call.blocks, plan.offsets, call.event),
-            lambda copied: self.store.complete_load(plan, copied, layout),
-            stop_s=self.store.now_s() + call.budget_s if call.budget_s else None,
-            signal=(call.signal, call.value),
-        )
 
     def release(self, session: Session, requests: list[RequestId]) -> None:
         """These requests have ended."""

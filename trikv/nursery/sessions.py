@@ -8,19 +8,15 @@ know capnp.
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import structlog
 import trio
 
 from trikv.core.banks import ANY_BANK
 from trikv.core.errors import ConflictError, NotReadyError, OverloadedError, ShuttingDownError
-from trikv.core.words import InstanceName, LeaseId, SessionId
+from trikv.core.words import InstanceName, SessionId
 from trikv.nursery.store import Store
 from trikv.tiers.copies import Process
-
-if TYPE_CHECKING:
-    from trikv.nursery.copying import Job
 
 log = structlog.get_logger()
 
@@ -55,7 +51,6 @@ class Session:
         process: the caller's, on a unix socket; None over TCP: it cannot register process memory.
         attachments: by rank; unmapped at the session's end, when its copies have ended.
         copies: copies queued or running for it.
-        begun: loads started for it before it asked, by rank and lease.
         is_closing: set once; copies stop at their next step, new calls are refused.
     """
 
@@ -67,7 +62,6 @@ class Session:
     fences: dict[int, tuple[int, int]] = field(default_factory=dict)  # rank: address, count
     attachments: dict[int, Attachment] = field(default_factory=dict)
     copies: int = 0
-    begun: "dict[tuple[int, LeaseId], Job]" = field(default_factory=dict)
     is_closing: bool = False
     ended: trio.Event = field(default_factory=trio.Event)
 
