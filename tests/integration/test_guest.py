@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import trio
 import trio.lowlevel
 
 from trikv.process import guest
-from trikv.process.guest import TURNS_MAX, Guest, Host
+from trikv.process.guest import TURNS_MAX, TURNS_S, Guest, Host
 from trikv.streams import Loop
 
 
@@ -105,6 +106,35 @@ def test_an_answer_does_not_wait_for_what_else_trio_has_to_do(*, by_event: bool)
 
     in_guest(use, Loop)
     assert order == ["answer", *3 * ["Trio"]]
+
+
+@pytest.mark.parametrize("factory", [asyncio.SelectorEventLoop, Loop])
+def test_long_turns_of_trio_let_asyncio_have_its_own(
+    factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """A call that comes in while Trio works for milliseconds is not the sixteenth to be served."""
+    turns = 0
+
+    async def work(here: Guest) -> int:
+        seen = asyncio.get_running_loop().create_future()
+
+        async def busy() -> None:
+            nonlocal turns
+            loop.call_soon(lambda: seen.set_result(turns))
+            while turns < TURNS_MAX:
+                turns += 1
+                until_s = time.perf_counter() + 2 * TURNS_S
+                while time.perf_counter() < until_s:
+                    pass
+                await trio.lowlevel.checkpoint()
+
+        loop = asyncio.get_running_loop()
+        ended = asyncio.ensure_future(here.run(busy))
+        at = await seen
+        await ended
+        return int(at)
+
+    assert in_guest(work, factory) <= 2
 
 
 def test_they_end_where_trio_has_no_such_function(monkeypatch: pytest.MonkeyPatch) -> None:

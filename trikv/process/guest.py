@@ -8,6 +8,7 @@ lock. This file does not know what runs on either side.
 import asyncio
 import importlib
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from trikv.streams import Loop
 
 T = TypeVar("T")
 TURNS_MAX = 16
+TURNS_S = 0.001
 TRIO: Any = importlib.import_module("trio._core._run")
 FLUSH_S = 0.02
 SETTLE_S = 2.0
@@ -36,8 +38,9 @@ class Host:
 
     Trio's guest mode hands each wait to a helper thread and takes a turn of the host's loop for
     each of its own: 200 µs and more for a call that waits. Here asyncio watches Trio's epoll, and
-    Trio's turns follow each other at once, `TURNS_MAX` of them before asyncio has its own again; or
-    until there is an answer to be sent, which is not to wait for what else Trio has to do.
+    Trio's turns follow each other at once, `TURNS_MAX` of them or for `TURNS_S` before asyncio has
+    its own again, as calls come in there; or until there is an answer to be sent, which is not to
+    wait for what else Trio has to do.
 
     The thread is avoided by replacing the one function of Trio by which it asks for it; where that
     is not found as it was in Trio 0.27 to 0.35, the thread stays.
@@ -87,11 +90,14 @@ class Host:
     def _turn(self) -> None:
         self._is_turning = True
         try:
+            until_s = time.perf_counter() + TURNS_S
             for _ in range(TURNS_MAX):
                 if not self._turns:
                     return
                 self._turns.popleft()()
                 if isinstance(self._loop, Loop) and self._loop.has_soon:
+                    break
+                if time.perf_counter() > until_s:
                     break
         except Exception as error:  # noqa: BLE001  # whatever it is, there is no next turn
             self._turns.clear()
