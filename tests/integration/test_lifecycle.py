@@ -60,7 +60,9 @@ def test_sigterm_ends_it_with_zero_and_leaves_no_socket(start: Start, tmp_path: 
     assert daemon.path.parent.stat().st_mode & 0o777 == 0o700
     assert daemon.end() == 0
     assert not daemon.path.exists()
-    assert [event["event"] for event in daemon.events()] == ["daemon.ready", "daemon.ended"]
+    named = [event["event"] for event in daemon.events()]
+    about_pool = {"pool.slow", "pool.touching", "pool.touched", "numa.off"}  # by machine
+    assert [one for one in named if one not in about_pool] == ["daemon.ready", "daemon.ended"]
 
 
 @pytest.mark.parametrize(
