@@ -146,7 +146,7 @@ def kill_while_a_lease_is_held(daemon: RunningDaemon, engine: Engine) -> bool:
 
 
 @pytest.mark.skipif(
-    len(os.sched_getaffinity(0)) < 4,  # noqa: PLR2004
+    len(os.sched_getaffinity(0)) < 4,
     reason="two ranks spin while they wait for each other: four cores",
 )
 def test_two_ranks_find_what_two_ranks_computed(start: Start, tmp_path: Path, model: Path) -> None:
