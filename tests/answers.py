@@ -5,21 +5,15 @@ from typing import TypeVar
 
 import trio
 
-from trikv.core.errors import KvError
-
 T = TypeVar("T")
 
 
-async def answer_of(begin: Callable[[Callable[[T | KvError], None]], None]) -> T:
-    """What `begin` passes on to the function it is given, once; waits for it as a caller does.
-
-    Raises:
-        KvError: that was it.
-    """
+async def answer_of(begin: Callable[[Callable[[T], None]], None]) -> T:
+    """What `begin` passes on to the function it is given, once; waits for it as a caller does."""
     told = trio.Event()
-    answers: list[T | KvError] = []
+    answers: list[T] = []
 
-    def answer(value: T | KvError) -> None:
+    def answer(value: T) -> None:
         answers.append(value)
         told.set()
 
@@ -27,6 +21,4 @@ async def answer_of(begin: Callable[[Callable[[T | KvError], None]], None]) -> T
     with trio.CancelScope(shield=True):
         await told.wait()
     (one,) = answers
-    if isinstance(one, KvError):
-        raise one
     return one

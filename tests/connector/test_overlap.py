@@ -14,8 +14,8 @@ from tests.connector.doubles import Attachment, FakeCalls
 from trikv.connector import overlap
 from trikv.connector.calls import Answer, pack
 from trikv.connector.guards import guarded
-from trikv.connector.holding import SIGNAL_COUNT, Holding
-from trikv.connector.jobs import LoadJob, SaveJob
+from trikv.connector.holding import Holding
+from trikv.connector.jobs import SIGNAL_COUNT, LoadJob, SaveJob
 from trikv.connector.link import LostError, RefusedError
 from trikv.connector.overlap import LoadLostError
 from trikv.connector.worker import WorkerHalf

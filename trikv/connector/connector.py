@@ -92,12 +92,10 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._client: Client | None = None
-        why = shapes.refusal(
-            vllm_config, kv_cache_config, engine.abilities(KVConnectorBase_V1), os.environ
-        )
+        self._abilities = engine.abilities(KVConnectorBase_V1)
+        why = shapes.refusal(vllm_config, kv_cache_config, self._abilities, os.environ)
         if why:
             raise ValueError(why)
-        self._has_deferred_frees = engine.abilities(KVConnectorBase_V1).has_deferred_frees
         self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._ask_for_recompute()
         why = shapes.unsupported(vllm_config, kv_cache_config)
@@ -139,7 +137,7 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
                 calls,
                 self._log,
                 save_s=self._settings.save_s,
-                orders_loads=not self._has_deferred_frees,
+                orders_loads=not self._abilities.has_deferred_frees,
             )
             if self._shape.rank_count == 1:
                 WORKERS[self._instance] = self._worker
@@ -174,7 +172,7 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
             worker.begin(job)
 
     def _hold_s(self) -> float:
-        if self._settings.hold_s and not engine.abilities(KVConnectorBase_V1).has_loads_first:
+        if self._settings.hold_s and not self._abilities.has_loads_first:
             self._log.warning("TriKV: this vLLM begins loads after the forward: no hold_ms")
             return 0.0
         return self._settings.hold_s
@@ -334,14 +332,14 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(nothing)
     def start_load_kv(self, _forward_context: Any, **_kwargs: Any) -> None:  # noqa: ANN401
-        """Send this step's loads; they end between steps."""
+        """Send this step's loads; they end between steps, or this step's forward waits for them."""
         if self._worker is not None:
             self._worker.start_loads(self._jobs.loads)
             self._worker.delay(self._jobs.delayed)
 
     @guarded(nothing)
     def wait_for_layer_load(self, _layer_name: str) -> None:
-        """Nothing: all loads are asynchronous."""
+        """Nothing: a forward waits for all of its loads or for none."""
 
     @guarded(nothing)
     def save_kv_layer(self, *_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401

@@ -11,13 +11,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
+from trikv.connector.jobs import SIGNAL_COUNT
 from trikv.connector.layouts import LayoutError, Plan
 
 HANDLE_BYTES: Final = 64
 UUID_BYTES: Final = 16
 EVENT_COUNT: Final = 32
 """A save waits for the latest record of its event: with few of them, for that of a later step."""
-SIGNAL_COUNT: Final = 32
 WORD_BYTES: Final = 4
 INVALID_VALUE: Final = 1
 NOT_SUPPORTED: Final = 801

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from trikv.connector.jobs import SIGNAL_COUNT
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 LOAD_BYTES_S: Final = 40e9
 """What a bus brings at least, to judge how long a load takes."""
-SIGNAL_COUNT: Final = 32
 
 
 class Holding:

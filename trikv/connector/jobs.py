@@ -7,6 +7,8 @@ and between daemon versions. This file does not know vLLM, sockets or tensors.
 from dataclasses import dataclass, field
 from typing import Final
 
+SIGNAL_COUNT: Final = 32
+"""Words of a rank's GPU memory in which loads show their end; see `LoadJob.signal`."""
 IDLE_S: Final = 0.001
 """How long a step that computes nothing may wait for an answer, instead of going round at once.
 

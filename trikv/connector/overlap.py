@@ -151,8 +151,8 @@ class Overlap:
                     self._log.info("TriKV: the blocks of request %s are there", job.request)
                     break
                 time.sleep(RETRY_S)
-            while held.via is not None and not self._is_over(held.via):
-                time.sleep(RETRY_S)  # the first try may write as long as that
+            if held.via is not None:
+                self._wait_until_over(held.via)  # the first try may write as long as that
         except Exception:  # noqa: BLE001  # whoever waits must be told
             self._log.exception("TriKV: a load could not be tried again")
         finally:

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 SAVE_BLOCKS_MAX: Final = 16_384
 """Blocks of one save: longer ones are cut, so that a message stays small."""
 
-
 YIELD_S: Final = 0.0001
+"""For the client's thread, which else gets the interpreter when the step's work lets go of it."""
 
 
 class SchedulerHalf:

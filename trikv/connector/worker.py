@@ -62,7 +62,10 @@ class _Saving:
 
 
 class WorkerHalf:
-    """One rank's copies. All methods run on the worker's main thread and never wait."""
+    """One rank's copies. All methods run on the worker's main thread.
+
+    None waits, but for loads that a forward waits for: see `Overlap`.
+    """
 
     def __init__(
         self,

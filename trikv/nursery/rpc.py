@@ -188,13 +188,10 @@ class SessionServant(wire.SCHEMA.Session.Server):
         """See the schema."""
         reply = context.results.init("reply")
 
-        def write(failed: NDArray[np.int32] | KvError) -> None:
-            if isinstance(failed, KvError):
-                return self.connection.refuse(reply, failed)
+        def write(failed: NDArray[np.int32]) -> None:
             ok = reply.init("ok")
             if len(failed):
                 ok.failed = wire.array_to_ids(failed)
-            return None
 
         try:
             call = read(wire.read_load, context.params.load)

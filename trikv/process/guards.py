@@ -32,11 +32,8 @@ def fatal(method: Callable[[Any, Any], Awaitable[None]]) -> Callable[[Any, Any],
         try:
             await method(servant, context)
             servant.connection.count(name)
-        except (KvError, capnp.KjException) as error:
-            servant.connection.calls.note(name, getattr(error, "code", BROKEN))
-            raise
         except Exception as error:
-            servant.connection.guest.fail(error)
+            _note(servant, name, error)
             raise
 
     return guarded
@@ -86,12 +83,17 @@ def _guard(servant: Any, name: str, work: Callable[..., None], *args: Any) -> No
     try:
         work(*args)
         servant.connection.count(name)
-    except (KvError, capnp.KjException) as error:
-        servant.connection.calls.note(name, getattr(error, "code", BROKEN))
-        raise
     except Exception as error:
-        servant.connection.guest.fail(error)
+        _note(servant, name, error)
         raise
+
+
+def _note(servant: Any, name: str, error: Exception) -> None:
+    """A refusal or a broken connection is counted; anything else ends the daemon."""
+    if isinstance(error, KvError | capnp.KjException):
+        servant.connection.calls.note(name, getattr(error, "code", BROKEN))
+    else:
+        servant.connection.guest.fail(error)
 
 
 def _name(method: Callable[..., Any]) -> str:
