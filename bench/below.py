@@ -4,17 +4,19 @@
 
 A daemon with a pool for a few prompts and an SSD cache; one engine saves many more prompts than the
 pool holds, and then asks for them one after another: waits, loads, compares every byte. Beside it
-another engine asks for a prompt that is always in the pool, 512 blocks, first while the SSD is at
-rest and then while it is written and read all the time.
+another engine, a process of its own, asks for a prompt that is always in the pool, 512 blocks,
+first while the SSD is at rest and then while it is written and read all the time.
 """
 
 import argparse
 import contextlib
+import multiprocessing
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -71,37 +73,62 @@ def load(engine: daemons.Engine, prompt: int) -> tuple[float, float, int]:
     return there_s - begin_s, end_s - there_s, min(count, int(right.sum()))
 
 
-class Asker(threading.Thread):
-    """Another engine that asks for the same resident prompt until told to stop."""
+@dataclass
+class Asker:
+    """Another engine, in a process of its own as engines are, that asks for the same prompt."""
 
-    def __init__(self, engine: daemons.Engine) -> None:
-        super().__init__(daemon=True)
-        self.engine = engine
-        self.waits_s: list[float] = []
-        self.missed = 0
-        self.stopped = threading.Event()
-        self.blob = daemons.hashes("always", RESIDENT)
-
-    def prepare(self) -> None:
-        """Save the prompt."""
-        job = SaveJob(0, "always", 0, 32, self.blob, pack(range(RESIDENT)))
-        self.engine.worker.save(job, 0, 0, 0).result(WAIT_S)
-
-    def run(self) -> None:
-        """Ask and ask."""
-        while not self.stopped.is_set():
-            begin_s = time.perf_counter()
-            answer = self.engine.scheduler.query("always", 32, self.blob).result(WAIT_S)
-            self.waits_s.append(time.perf_counter() - begin_s)
-            self.missed += answer.hit_count < RESIDENT
-            time.sleep(PAUSE_S)
+    pipe: Connection
 
     def lines(self, case: str) -> Iterator[Line]:
         """What came out since the last time."""
-        waits_ms, self.waits_s = np.array(self.waits_s) * 1e3, []
+        self.pipe.send("report")
+        waits_ms = np.array(self.pipe.recv()) * 1e3
         metric = f"query of {RESIDENT} resident"
         yield Line(case, f"{metric}, p50", float(np.median(waits_ms)), "ms")
         yield Line(case, f"{metric}, p99", float(np.quantile(waits_ms, 0.99)), "ms", QUERY_MS)
+
+    def stop(self) -> int:
+        """End it; returns how often the prompt was not whole."""
+        self.pipe.send("stop")
+        return int(self.pipe.recv())
+
+
+def ask(pipe: Connection, address: str) -> None:
+    """The process: save a prompt, ask for it again and again until told to stop."""
+    blob = daemons.hashes("always", RESIDENT)
+    waits_s: list[float] = []
+    missed = 0
+    with daemons.engine(address, blocks=RESIDENT, page_bytes=SMALL_PAGE_BYTES) as engine:
+        job = SaveJob(0, "always", 0, 32, blob, pack(range(RESIDENT)))
+        engine.worker.save(job, 0, 0, 0).result(WAIT_S)
+        pipe.send("ready")
+        while True:
+            begin_s = time.perf_counter()
+            answer = engine.scheduler.query("always", 32, blob).result(WAIT_S)
+            waits_s.append(time.perf_counter() - begin_s)
+            missed += answer.hit_count < RESIDENT
+            if pipe.poll(PAUSE_S):
+                if pipe.recv() == "stop":
+                    pipe.send(missed)
+                    return
+                pipe.send(waits_s)
+                waits_s = []
+
+
+@contextlib.contextmanager
+def asking(address: str) -> Iterator[Asker]:
+    """Run one."""
+    ours, theirs = multiprocessing.Pipe()
+    spawning = multiprocessing.get_context("spawn")
+    child = spawning.Process(target=ask, args=(theirs, address), daemon=True)
+    child.start()
+    theirs.close()  # so that its end is seen here
+    ours.recv()
+    try:
+        yield Asker(ours)
+    finally:
+        child.kill()
+        child.join()
 
 
 def measure(folder: Path, prompts: int, ring: str) -> Iterator[Line]:
@@ -116,14 +143,7 @@ def measure(folder: Path, prompts: int, ring: str) -> Iterator[Line]:
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(daemons.daemon(*arguments))
         engine = stack.enter_context(daemons.engine(address, blocks=PROMPT, page_bytes=PAGE_BYTES))
-        other = stack.enter_context(
-            daemons.engine(address, blocks=RESIDENT, page_bytes=SMALL_PAGE_BYTES)
-        )
-        asker = Asker(other)
-        asker.prepare()
-        asker.start()
-        stack.callback(asker.join)
-        stack.callback(asker.stopped.set)
+        asker = stack.enter_context(asking(address))
         time.sleep(2)
         yield from asker.lines(f"{case}, at rest")
         begin_s = time.perf_counter()
@@ -142,7 +162,7 @@ def measure(folder: Path, prompts: int, ring: str) -> Iterator[Line]:
         back_gib = right * PAGE_BYTES / 2**30
         yield Line(case, "SSD to pool", back_gib / wait_s, "GiB/s")
         yield Line(case, "SSD to engine", back_gib / (wait_s + load_s), "GiB/s")
-        yield Line(case, "resident prompt not whole", asker.missed, "", 0)
+        yield Line(case, "resident prompt not whole", asker.stop(), "", 0)
         lost = daemons.status(address)["counters"]["trikv_evicted_unwritten_blocks_total"]
         yield Line(case, "blocks evicted before they were written", lost, "")
 

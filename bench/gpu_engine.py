@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 
 import torch
 
@@ -191,21 +190,3 @@ def gpu_engine(
     finally:
         scheduler_client.close()
         worker_client.close()
-
-
-def compute(pipe: Connection) -> None:
-    """A process that multiplies matrices until told to stop, and says how many TFLOP/s it made."""
-    size = 8192
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    torch.cuda.synchronize()
-    pipe.send("ready")
-    while pipe.recv() == "go":
-        begin_s, count = time.perf_counter(), 0
-        while not pipe.poll():
-            for _ in range(8):
-                a @ b
-            torch.cuda.synchronize()
-            count += 8
-        took_s = time.perf_counter() - begin_s
-        pipe.recv()
-        pipe.send(count * 2 * size**3 / took_s / 1e12)

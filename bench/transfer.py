@@ -10,33 +10,35 @@ mean of all rounds; `with its call` is what the engine sees, from the call to th
 are drawn at random, anew in each round, and the pool is full and churned after the first rounds.
 The base is one copy of as many bytes between a plain buffer and registered memory, taken in turns
 with ours. Bytes are compared on the GPU in every case. `--load`: the same while another process
-multiplies matrices, with its speed beside what it has alone.
+multiplies matrices without a pause, with its speed beside what it has just before and after.
 """
 
 import argparse
 import contextlib
 import json
 import mmap
-import multiprocessing
 import random
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from bench import daemons, ranks
-from bench.gpu_engine import LAYOUTS, GpuEngine, compute, gpu_engine
+from bench.busy import computing
+from bench.gpu_engine import LAYOUTS, GpuEngine, gpu_engine
 from bench.lines import Line, print_json, print_table
 
 POOL = "12gb"
 TARGETS = {512: 0.97, 128: 0.92}  # MiB and more: ratio to one large copy
-LOADED_S = 1.5
+LOADED_S, LOADED_TURNS = 0.6, 4
+BEGUN_S = 0.1
 
 
 @dataclass
@@ -139,7 +141,7 @@ def measure(args: argparse.Namespace) -> Iterator[Line]:
     sizes = [int(one) for one in args.mib.split(",")]
     names = list(LAYOUTS) if args.layouts == "all" else args.layouts.split(",")
     ceiling = Ceiling.of(max(sizes) * 1_100_000)
-    with daemons.daemon("--pool-size", args.pool) as address, busy(on=args.load) as engine_load:
+    with daemons.daemon("--pool-size", args.pool) as address:
         for layout in names:
             page = sum(one.numel() * one.element_size() for one in LAYOUTS[layout](1).values())
             blocks = 2 * max(sizes) * (1 << 20) // page + 64
@@ -152,75 +154,61 @@ def measure(args: argparse.Namespace) -> Iterator[Line]:
                     times = rounds(engine, ceiling, count, lambda n: n < args.rounds, case)
                     yield from lines_of(times, case, size, idle_target(mebibytes))
                 if args.load:
-                    yield from loaded(engine, ceiling, engine_load, layout, page)
+                    yield from loaded(engine, ceiling, layout, page)
             del tensors, engine
             torch.cuda.empty_cache()
 
 
-def loaded(
-    engine: GpuEngine, ceiling: Ceiling, load: "Load", layout: str, page: int
-) -> Iterator[Line]:
-    """One size while another process computes; each direction by itself."""
+def loaded(engine: GpuEngine, ceiling: Ceiling, layout: str, page: int) -> Iterator[Line]:
+    """One size while another process computes; each direction by itself, in turns with none."""
     count = (1 << 30) // page
     size, case = count * page, f"{layout}, 1024 MiB, busy"
     is_contiguous = layout == "block outermost"
     target, kept = (0.95, 0.97) if is_contiguous else (0.90, 0.95)
     ids = random.Random(case).sample(range(engine.blocks), 2 * count)
-    for name in ("save", "load"):
-        alone = load.during(lambda: time.sleep(LOADED_S))
+    engine.save(f"{case}/first", ids[:count])
+
+    def save() -> None:
+        engine.save(f"{case}/{time.monotonic_ns()}", ids[:count])
+
+    def load() -> None:
+        engine.load(f"{case}/first", ids[count:])
+
+    for name, copy in (("save", save), ("load", load)):
         base = [ceiling.seconds(size, into_engine=name == "load") for _ in range(5)]
-        engine.save(f"{case}/first", ids[:count])
-        before, counts = copied_s(engine.address)[name], [0]
-
-        def repeat(name: str = name, counts: list[int] = counts) -> None:
-            until_s = time.perf_counter() + LOADED_S
-            while time.perf_counter() < until_s:
-                counts[0] += 1
-                if name == "save":
-                    engine.save(f"{case}/{time.monotonic_ns()}", ids[:count])
-                else:
-                    engine.load(f"{case}/first", ids[count:])
-
-        rate = load.during(repeat)
-        speed = size * counts[0] / (copied_s(engine.address)[name] - before) / 1e9
-        best = size / statistics.median(base) / 1e9
+        with computing() as other:
+            copied, taken_s, alone, beside = 0, 0.0, [other.rate(LOADED_S)], []
+            for _ in range(LOADED_TURNS):
+                before_s = copied_s(engine.address)[name]
+                with repeating(copy) as counts:
+                    beside.append(other.rate(LOADED_S))
+                copied += counts[0]
+                taken_s += copied_s(engine.address)[name] - before_s
+                alone.append(other.rate(LOADED_S))
+        speed, best = size * copied / taken_s / 1e9, size / statistics.median(base) / 1e9
         yield Line(case, name, speed, "GB/s", target, best, more_is_better=True)
-        yield Line(case, f"engine during {name}", rate, "TFLOP/s", kept, alone, more_is_better=True)
-
-
-@dataclass
-class Load:
-    """The computing process."""
-
-    pipe: Any
-
-    def during(self, work: Callable[[], object]) -> float:
-        """TFLOP/s that it made while `work` ran."""
-        self.pipe.send("go")
-        time.sleep(0.2)
-        work()
-        self.pipe.send("stop")
-        rate: float = self.pipe.recv()
-        return rate
+        rate, free = statistics.median(beside), statistics.median(alone)
+        yield Line(case, f"engine during {name}", rate, "TFLOP/s", kept, free, more_is_better=True)
 
 
 @contextlib.contextmanager
-def busy(*, on: bool) -> Iterator[Load]:
-    """Start the computing process, where it is wanted."""
-    ours, theirs = multiprocessing.Pipe()
-    if not on:
-        yield Load(ours)
-        return
-    child = multiprocessing.get_context("spawn").Process(
-        target=compute, args=(theirs,), daemon=True
-    )
-    child.start()
-    ours.recv()
-    try:
-        yield Load(ours)
-    finally:
-        child.kill()
-        child.join()
+def repeating(work: Callable[[], None]) -> Iterator[list[int]]:
+    """Do something again and again beside the block; counts it."""
+    counts, over = [0], threading.Event()
+
+    def run() -> None:
+        while not over.is_set():
+            work()
+            counts[0] += 1
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        time.sleep(BEGUN_S)
+        try:
+            yield counts
+        finally:
+            over.set()
+            running.result()
 
 
 def wait_for_pool(address: str) -> None:
