@@ -166,7 +166,6 @@ def loaded(engine: GpuEngine, ceiling: Ceiling, layout: str, page: int) -> Itera
     is_contiguous = layout == "block outermost"
     target, kept = (0.95, 0.97) if is_contiguous else (0.90, 0.95)
     ids = random.Random(case).sample(range(engine.blocks), 2 * count)
-    engine.save(f"{case}/first", ids[:count])
 
     def save() -> None:
         engine.save(f"{case}/{time.monotonic_ns()}", ids[:count])
@@ -176,6 +175,7 @@ def loaded(engine: GpuEngine, ceiling: Ceiling, layout: str, page: int) -> Itera
 
     for name, copy in (("save", save), ("load", load)):
         base = [ceiling.seconds(size, into_engine=name == "load") for _ in range(5)]
+        engine.save(f"{case}/first", ids[:count])
         with computing() as other:
             copied, taken_s, alone, beside = 0, 0.0, [other.rate(LOADED_S)], []
             for _ in range(LOADED_TURNS):

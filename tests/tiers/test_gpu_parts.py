@@ -67,7 +67,7 @@ def test_arguments_are_read_as_the_kernel_declares_them() -> None:
     ids = np.array([5, 9], np.int32)
     arguments.set(table, 1 << 42, ids, 1 << 43, 4096, into_engine=True)
     kinds = [ctypes.c_uint64, *[ctypes.c_uint32] * 3, *[ctypes.c_uint64] * 2, ctypes.c_uint32]
-    pointers = arguments.pointers.tolist()
+    pointers = list((ctypes.c_uint64 * 8).from_address(arguments.address))
     values = [kind.from_address(at).value for kind, at in zip(kinds, pointers, strict=False)]
     assert values == [1 << 42, 2, 4, 8, 1 << 43, 4096, 1]
     assert list((ctypes.c_int32 * 2).from_address(pointers[7])) == [5, 9]

@@ -10,7 +10,7 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from tests.tiers.queues import ScriptedQueue, transfers
-from trikv.tiers.ring import BYTES_A_TURN_MAX, RETRIES_MAX, Ring, open_ring
+from trikv.tiers.ring import BYTES_A_TURN, RETRIES_MAX, TURN_S, Ring, open_ring, turn_bytes
 from trikv.tiers.transfers import HELD, Transfers
 
 IO_S_MAX = 20.0
@@ -81,9 +81,26 @@ async def test_one_turn_gives_the_kernel_some_megabytes() -> None:
         nursery.start_soon(ring.run, transfers(40, size=1 << 20))
         await settle()
         assert len(queue.taken) == 40
-        assert max(np.diff(given, prepend=0)) == BYTES_A_TURN_MAX >> 20
+        turns = np.diff(given, prepend=0)
+        assert turns[turns > 0][0] == BYTES_A_TURN[0] >> 20
+        assert max(turns) <= BYTES_A_TURN[1] >> 20
         for ticket in list(queue.taken):
             queue.end(ticket)
+
+
+def test_a_turn_gives_what_the_kernel_takes_in_its_time() -> None:
+    least, most = BYTES_A_TURN
+    slow, fast, now = 3 << 20, 1 << 40, most  # bytes that it takes in a turn's time
+    for _ in range(20):
+        now = turn_bytes(now, now, now / slow * TURN_S)
+    assert abs(now - slow) < 1000
+    for _ in range(30):
+        now = turn_bytes(now, now, now / fast * TURN_S)
+    assert now == most
+    assert turn_bytes(now, least - 1, 1.0) == now
+    for _ in range(30):
+        now = turn_bytes(now, now, 1.0)
+    assert now == least
 
 
 async def test_a_kernel_that_takes_no_more_is_asked_again() -> None:

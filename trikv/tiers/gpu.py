@@ -241,18 +241,22 @@ _IN_STREAM_ORDER: Final = _Attributes(source_order=1)
 _FIRST: Final = (ctypes.c_size_t * 1)(0)
 
 
-def _find_batch() -> Any:  # noqa: ANN401  # a function of ctypes
-    """The driver's copy of many runs (CUDA 13); None: it has none.
+def _find(name: str) -> Any:  # noqa: ANN401  # a function of ctypes
+    """A call of the driver; None: it has none.
 
-    By ctypes, because cuda-python wants lists of objects: 1.5 µs a run, more than the run takes.
+    By ctypes where cuda-python's way takes longer than the work: 1.5 µs a run of a copy of many,
+    some 50 µs a launch with cold caches.
     """
     try:
-        return getattr(ctypes.CDLL("libcuda.so.1"), "cuMemcpyBatchAsync_v2", None)
+        return getattr(ctypes.CDLL("libcuda.so.1"), name, None)
     except OSError:
         return None
 
 
-_BATCH: Final = _find_batch()
+_BATCH: Final = _find("cuMemcpyBatchAsync_v2")  # CUDA 13
+_LAUNCH: Final = _find("cuLaunchKernel")
+if _LAUNCH is not None:
+    _LAUNCH.argtypes = (ctypes.c_void_p, *7 * (ctypes.c_uint,), *3 * (ctypes.c_void_p,))
 
 
 def copy(
@@ -284,4 +288,6 @@ def launch(
     kernel: Handle, grid: tuple[int, int], threads: int, stream: Handle, arguments: int
 ) -> None:
     """Run a kernel; `arguments` is the address of an array of addresses."""
-    _ok(driver.cuLaunchKernel(kernel, *grid, 1, threads, 1, 1, 0, stream, arguments, 0))
+    code = _LAUNCH(int(kernel), *grid, 1, threads, 1, 1, 0, int(stream), arguments, None)
+    if code != 0:
+        raise CudaError(driver.CUresult(code).name)

@@ -5,6 +5,7 @@ that cross the bus are moved by the copy engine, never by this kernel: one that 
 would cost the engine a quarter of its speed.
 """
 
+import struct
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +24,8 @@ WIDTHS: Final = {
     2: "unsigned short",
     1: "unsigned char",
 }
+
+_NUMBERS: Final = struct.Struct("=3Q4I")  # table, staging, pitch; pieces, each, units, into_engine
 
 _TEMPLATE: Final = """
 // Row y moves block ids.of[y]; its page lies at staging + y * pitch, as pieces one after another.
@@ -109,17 +112,18 @@ class Arguments:
     """The kernel's arguments in memory, as a launch reads them; used again and again.
 
     Attributes:
-        pointers: uint64[8], where each argument lies.
+        address: of the addresses of the arguments.
     """
 
     def __init__(self) -> None:
-        self._wide = np.zeros(3, np.uint64)  # table, staging, pitch
-        self._narrow = np.zeros(4, np.uint32)  # pieces, each, units, into_engine
+        self._numbers = np.zeros(_NUMBERS.size, np.uint8)
         self._ids = np.zeros(ROWS_MAX, np.int32)
-        wide = [self._wide.ctypes.data + 8 * at for at in range(3)]
-        narrow = [self._narrow.ctypes.data + 4 * at for at in range(4)]
-        order = [wide[0], narrow[0], narrow[1], narrow[2], wide[1], wide[2], narrow[3]]
-        self.pointers = np.array([*order, self._ids.ctypes.data], np.uint64)
+        first = self._numbers.ctypes.data
+        table, staging, pitch = (first + 8 * at for at in range(3))
+        pieces, each, units, into_engine = (first + 24 + 4 * at for at in range(4))
+        order = [table, pieces, each, units, staging, pitch, into_engine, self._ids.ctypes.data]
+        self._pointers = np.array(order, np.uint64)
+        self.address = int(self._pointers.ctypes.data)
 
     def set(
         self,
@@ -141,6 +145,6 @@ class Arguments:
             pitch: from page to page.
             into_engine: direction.
         """
-        self._wide[:] = rows, staging, pitch
-        self._narrow[:] = of.pieces, of.each, of.units, into_engine
+        numbers = (rows, staging, pitch, of.pieces, of.each, of.units, into_engine)
+        _NUMBERS.pack_into(self._numbers.data, 0, *numbers)
         self._ids[: len(ids)] = ids

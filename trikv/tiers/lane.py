@@ -37,6 +37,8 @@ BUSY_S: Final = 1.0
 DIRECT_WINDOW_BYTES: Final = 64 << 20
 STAGING_BYTES_MIN: Final = 16 << 20
 REHEARSED: Final = 64
+EMPTY: Final = kernels.Table(16, np.zeros(3, np.uint64), pieces=1, each=1, units=0)
+"""Of pages that have no bytes."""
 
 
 class Owner(Protocol):
@@ -127,12 +129,20 @@ class GpuLane:
         self._is_short = False
 
     def rehearse(self) -> None:
-        """See `Lane`: a thread that has slept needs half a millisecond for its first chunk."""
+        """See `Lane`: a thread that has slept needs half a millisecond for its first chunk.
+
+        Nothing is staged then: the copy moves some bytes of the staging to others.
+        """
         ids = np.arange(REHEARSED, dtype=np.int32)
         offsets = ids[::-1].astype(np.int64) * (2 * PAGE_ALIGN)
         sorted_ = sort(ids, offsets, page_bytes=PAGE_ALIGN, slab_bytes=self._device.slab_bytes)
-        page_runs(sorted_.offsets, sorted_.heads, page_bytes=PAGE_ALIGN)
+        runs = page_runs(sorted_.offsets[:2], sorted_.heads[:2], page_bytes=PAGE_ALIGN)
         behind = self._event()
+        if self._staging:
+            runs[:, 2] = EMPTY.width
+            source, target = runs[:, 0] + self._staging, runs[:, 1] + self._staging
+            gpu.copy(target + len(runs) * PAGE_ALIGN, source, runs[:, 2], self._bus)
+            self._run_kernel(EMPTY, self._staging, sorted_.blocks, self._staging, PAGE_ALIGN)
         gpu.record(behind, self._bus)
         gpu.wait_in(self._cores, behind)
         gpu.wait(behind)
@@ -264,14 +274,18 @@ class GpuLane:
         self._moving.append(_Moving(end, between, size, due_s))
 
     def _launch(self, group: Group, ids: NDArray[np.int32], staging: int) -> None:
-        table, arguments, most = group.table, self._arguments, kernels.ROWS_MAX
-        kernel = self._device.kernels[table.width]
-        for first in range(0, len(ids), most):
-            part, place = ids[first : first + most], staging + first * group.pitch
-            into_engine = self._into_engine
-            arguments.set(table, group.rows, part, place, group.pitch, into_engine=into_engine)
-            grid, where = (table.grid_x(len(part)), len(part)), int(arguments.pointers.ctypes.data)
-            gpu.launch(kernel, grid, kernels.THREADS, self._cores, where)
+        for first in range(0, len(ids), kernels.ROWS_MAX):
+            part, place = ids[first : first + kernels.ROWS_MAX], staging + first * group.pitch
+            self._run_kernel(group.table, group.rows, part, place, group.pitch)
+
+    def _run_kernel(
+        self, table: kernels.Table, rows: int, ids: NDArray[np.int32], staging: int, pitch: int
+    ) -> None:
+        """One launch; see `Arguments.set`."""
+        kernel, arguments = self._device.kernels[table.width], self._arguments
+        arguments.set(table, rows, ids, staging, pitch, into_engine=self._into_engine)
+        grid = (table.grid_x(len(ids)), len(ids))
+        gpu.launch(kernel, grid, kernels.THREADS, self._cores, arguments.address)
 
     def _event(self) -> gpu.Handle:
         return self._events.pop() if self._events else gpu.new_event()

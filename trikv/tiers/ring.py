@@ -20,6 +20,7 @@ After the first `HELD` nothing is begun any more: a disk that hangs is off until
 import errno
 import math
 import os
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -34,8 +35,10 @@ from numpy.typing import NDArray
 from trikv.tiers.transfers import HELD, Queue, Transfers
 
 IO_S_MAX: Final = 20.0
-BYTES_A_TURN_MAX: Final = 8 << 20
-"""What is given to the kernel before others have a turn: it pins the pages on our time."""
+TURN_S: Final = 0.00025
+"""How long the kernel may take what is given to it before others have a turn: it pins the pages on
+our time, 8 MiB of huge pages in that time, or 1 MiB of small ones."""
+BYTES_A_TURN: Final = (1 << 20, 8 << 20)
 SMALL_BYTES: Final = 64 << 10
 RETRIES_MAX: Final = 1_000
 
@@ -89,6 +92,7 @@ class Ring:
         self._again: deque[_Flight] = deque()  # the rests of short ones
         self._live: dict[int, _Flight] = {}
         self._under_way = [0, 0]
+        self._turn_bytes = BYTES_A_TURN[0]
         self._next_ticket = 1
         self._feeder: trio.lowlevel.Task | None = None
         self._is_feed_wanted = False
@@ -184,14 +188,18 @@ class Ring:
 
     def _push_some(self) -> bool:
         """Begin what one turn allows; true when there is more that could be begun."""
-        room = BYTES_A_TURN_MAX
+        room = self._turn_bytes
         while room > 0 and not self.is_stalled:
             flight = self._next_flight()
             if flight is None:
                 break
             self._push(flight)
             room -= flight.left
-        return not self._queue.submit() or room <= 0
+        begin_s = time.perf_counter()
+        is_taken = self._queue.submit()
+        took_s, given = time.perf_counter() - begin_s, self._turn_bytes - room
+        self._turn_bytes = turn_bytes(self._turn_bytes, given, took_s)
+        return not is_taken or room <= 0
 
     def _next_flight(self) -> _Flight | None:
         if self._again:
@@ -335,6 +343,15 @@ class Ring:
         self._is_closed = True
         if self._live and not self.is_stalled:
             await self._is_idle.wait()
+
+
+def turn_bytes(before: int, given: int, took_s: float) -> int:
+    """What a turn gives to the kernel, after it took so long for `given` bytes."""
+    least, most = BYTES_A_TURN
+    if given < least:
+        return before  # tells nothing
+    fits = given * TURN_S / max(took_s, 1e-6)
+    return int(min(most, max(least, (before + fits) / 2)))
 
 
 def _rest(pieces: NDArray[np.uint64], done: int) -> NDArray[np.uint64]:
