@@ -10,6 +10,7 @@ import asyncio
 import contextvars
 import selectors
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from itertools import islice
@@ -18,6 +19,7 @@ from typing import Any, Final
 EVENTS_MAX: Final = 8
 PIECES_MAX: Final = 64  # sent at once; the system's own limit is 1,024
 STEPS_MAX: Final = 16
+STEPS_S: Final = 0.0005
 WORD_BYTES: Final = 8
 
 
@@ -99,16 +101,18 @@ class Loop(asyncio.SelectorEventLoop):
 
         A call takes two or three steps on each side; asyncio looks at all sockets before each.
 
-        At the bound: after `STEPS_MAX` steps the sockets have their turn.
+        At the bound: after `STEPS_MAX` steps, or when what comes last would begin after `STEPS_S`,
+        the sockets have their turn.
         """
         assert self._soon is None
         soon = self._soon = deque()
+        until_s = time.perf_counter() + STEPS_S
         try:
             work()
             for _ in range(STEPS_MAX):
                 if soon:
                     _run(soon.popleft())
-                elif self._last:
+                elif self._last and time.perf_counter() < until_s:
                     self._last.popleft()()
                 else:
                     break

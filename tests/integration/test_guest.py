@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -135,6 +136,37 @@ def test_long_turns_of_trio_let_asyncio_have_its_own(
         return int(at)
 
     assert in_guest(work, factory) <= 2
+
+
+def test_long_turns_of_trio_let_sockets_have_their_own() -> None:
+    """The same, where an event has caused them and the call lies in a socket."""
+    turns = 0
+
+    async def work(here: Guest) -> int:
+        loop = asyncio.get_running_loop()
+        seen = loop.create_future()
+        ours, theirs = socket.socketpair()
+        loop.add_reader(ours, lambda: seen.done() or seen.set_result(turns))
+
+        async def busy() -> None:
+            nonlocal turns
+            await trio.sleep(0.02)  # so that an event ends the wait
+            theirs.send(b"call")
+            while turns < TURNS_MAX:
+                turns += 1
+                until_s = time.perf_counter() + 2 * TURNS_S
+                while time.perf_counter() < until_s:
+                    pass
+                await trio.lowlevel.checkpoint()
+
+        with ours, theirs:
+            ended = asyncio.ensure_future(here.run(busy))
+            at = await seen
+            await ended
+            loop.remove_reader(ours)
+        return int(at)
+
+    assert in_guest(work, Loop) <= 2
 
 
 def test_they_end_where_trio_has_no_such_function(monkeypatch: pytest.MonkeyPatch) -> None:
