@@ -6,7 +6,7 @@
 
 A daemon with a copier, and an engine process with real KV tensors, through the connector's own
 worker. `save` and `load` are the copier's: from the arrival of the order to the last byte, the
-mean of all rounds; `with its call` is what the engine sees, from the call to the answer. Blocks
+median of all rounds; `with its call` is what the engine sees, from the call to the answer. Blocks
 are drawn at random, anew in each round, and the pool is full and churned after the first rounds.
 The base is one copy of as many bytes between a plain buffer and registered memory, taken in turns
 with ours. Bytes are compared on the GPU in every case. `--load`: the same while another process
@@ -34,6 +34,8 @@ from bench import daemons, ranks
 from bench.busy import computing
 from bench.gpu_engine import LAYOUTS, GpuEngine, gpu_engine
 from bench.lines import Line, print_json, print_table
+from trikv.address import parse
+from trikv.cli.status import fetch_status
 
 POOL = "12gb"
 TARGETS = {512: 0.97, 128: 0.92}  # MiB and more: ratio to one large copy
@@ -79,7 +81,7 @@ class Times:
     save: list[float] = field(default_factory=list)
     load: list[float] = field(default_factory=list)
     query: list[float] = field(default_factory=list)
-    inner: dict[str, float] = field(default_factory=dict)
+    copied: list[dict[str, float]] = field(default_factory=list)  # the copier's, of each round
     save_base: list[float] = field(default_factory=list)
     load_base: list[float] = field(default_factory=list)
 
@@ -105,14 +107,15 @@ def rounds(
         if number == 0 and not engine.equal(source, target):
             raise RuntimeError(f"{case}: bytes differ")
         number += 1
-    after = copied_s(engine.address)
-    times.inner = {name: (after[name] - before[name]) / number for name in after}
+        after = copied_s(engine.address)
+        times.copied.append({name: after[name] - before[name] for name in after})
+        before = after
     return times
 
 
 def copied_s(address: str) -> dict[str, float]:
     """Seconds that copiers have spent, as the daemon counts them."""
-    rows = daemons.status(address)["copiers"]
+    rows = fetch_status([parse(address)], timeout_s=10)["copiers"]
     return {name: sum(one[f"{name}Seconds"] for one in rows) for name in ("save", "load")}
 
 
@@ -123,10 +126,10 @@ def lines_of(times: Times, case: str, size: int, target: float | None) -> Iterat
         ("load", times.load, times.load_base),
     ):
         speed, ceiling = (size / statistics.median(one) / 1e9 for one in (taken, base))
-        inner = size / times.inner[name] / 1e9
-        yield Line(case, name, inner, "GB/s", target, ceiling, more_is_better=True)
+        copied = statistics.median(one[name] for one in times.copied)
+        yield Line(case, name, size / copied / 1e9, "GB/s", target, ceiling, more_is_better=True)
         yield Line(case, f"{name} with its call", speed, "GB/s", None, ceiling, more_is_better=True)
-        call_us = (statistics.median(taken) - times.inner[name]) * 1e6
+        call_us = (statistics.median(taken) - copied) * 1e6
         yield Line(case, f"{name}: the call", call_us, "us")
     yield Line(case, "query", statistics.median(times.query) * 1e6, "us")
 
