@@ -90,9 +90,9 @@ class Loop(asyncio.SelectorEventLoop):
         return bool(self._soon)
 
     def call_last(self, callback: Callable[[], None]) -> None:
-        """As `call_soon`; in `run_on` after all that is to be run soon, as an answer is."""
+        """Run it after all that is to be run soon, as an answer is, and after what sockets have."""
         if self._soon is None:
-            self.call_soon(callback)
+            self.call_later(0, callback)  # asyncio looks at its timers last
         else:
             self._last.append(callback)
 
@@ -121,7 +121,7 @@ class Loop(asyncio.SelectorEventLoop):
             for handle in soon:
                 self.call_soon(_run, handle)
             while self._last:
-                self.call_soon(self._last.popleft())
+                self.call_later(0, self._last.popleft())
 
     def create_task(self, coro: Any, **options: Any) -> Any:
         """As asyncio's; what needs no task is its own."""

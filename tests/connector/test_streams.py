@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 import capnp
+import pytest
 
 from trikv.streams import EVENTS_MAX, STEPS_MAX, Answered, FewAtOnce, Later, Loop
 from trikv.wire import SCHEMA
@@ -206,6 +207,34 @@ def test_what_is_to_run_last_waits_for_all_that_is_to_run_soon() -> None:
 
     with asyncio.Runner(loop_factory=Loop) as runner:
         runner.run(main())
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_what_comes_last_comes_after_sockets(*, is_inside: bool) -> None:
+    order: list[str] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, Loop)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            loop.add_reader(ours, lambda: (order.append("call"), loop.remove_reader(ours)))
+
+            def work() -> None:
+                theirs.send(b"call")
+                for _ in range(STEPS_MAX + 1 if is_inside else 1):
+                    loop.call_last(lambda: order.append("last"))
+
+            if is_inside:
+                loop.run_on(work)
+                order.clear()
+            else:
+                work()
+            await turns(3)
+
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(main())
+    assert order == ["call", "last"]
 
 
 def test_work_without_end_leaves_others_their_turn() -> None:
