@@ -166,6 +166,9 @@ struct Group {
   # and each loads all of them. The same on all ranks, a divisor of `rankCount`; the pieces of such ranks have
   # equal bytes and layout. The fingerprint knows pages, not ranks: engines with the same pages share them,
   # with however many ranks they hold each.
+  sections @4 :List(UInt64);
+  # Where in a page each of its sections ends, in bytes: rising, the last at the page's end; at most 8. An
+  # `ordered` load moves them one after another. Empty: one. No part of the fingerprint.
 }
 
 struct Fences {
@@ -249,7 +252,10 @@ struct Load {
   signal @6 :UInt16;                # 1 + index into `Rank.signals`; 0: none
   value @7 :UInt32;                 # what that word becomes once all blocks have arrived: after their last
                                     # byte in the order of the GPU, before the reply. A load that fails in
-                                    # part leaves the word alone.
+                                    # part never makes it that.
+  ordered @8 :Bool;                 # section after section (`Group.sections`) of all blocks. Of n sections,
+                                    # number s (from 0) is there when the word has become value - n + 1 + s,
+                                    # cyclically. A daemon that does not know this makes it `value` at the end.
 }
 
 struct LoadReply {

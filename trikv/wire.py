@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,6 +48,7 @@ FENCES_MAX: Final = 65_536
 EVENTS_MAX: Final = 256
 SIGNALS_MAX: Final = 256
 SIGNAL_BYTES: Final = 4
+SECTIONS_MAX: Final = 8
 IPC_HANDLE_BYTES: Final = 64
 UUID_BYTES: Final = 16
 ALLOCATION_BYTES_MAX: Final = 1 << 40
@@ -244,7 +246,13 @@ def _group(group: Any) -> GroupPieces:
     replicas = int(group.replicas)
     if not 1 <= replicas <= RANKS_MAX:
         raise BadRequestError(f"replicas must lie in 1 to {RANKS_MAX}, not {replicas}")
-    return GroupPieces(int(group.blockCount), read, layout, replicas)
+    sections = tuple(int(end) for end in bounded(group.sections, "sections", count_max=SECTIONS_MAX))
+    if sections and (
+        sections[-1] != sum(one.bytes for one in read)
+        or any(end <= begin for begin, end in pairwise((0, *sections)))
+    ):
+        raise BadRequestError("sections must rise up to the end of the page")
+    return GroupPieces(int(group.blockCount), read, layout, replicas, sections)
 
 
 def read_query(message: Any) -> Query:
@@ -305,6 +313,7 @@ def read_load(message: Any) -> Load:
         int(message.event),
         int(message.signal),
         int(message.value),
+        bool(message.ordered),
     )
 
 

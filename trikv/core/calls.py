@@ -31,6 +31,7 @@ class GroupPieces:
     pieces: tuple[Piece, ...]
     layout: str
     replicas: int = 1
+    sections: tuple[int, ...] = ()  # where in a page each one ends; none: the page is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ class Load:
     event: int = 0
     signal: int = 0  # number of a word, from 1; 0: none
     value: int = 0  # what the word becomes when all blocks have arrived
+    is_ordered: bool = False  # section after section
 
 
 @dataclass(frozen=True, slots=True)

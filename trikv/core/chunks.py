@@ -96,6 +96,43 @@ def page_runs(offsets: Offsets, heads: NDArray[np.bool_], *, page_bytes: int) ->
     return runs
 
 
+def tall_runs(
+    offsets: Offsets, heads: NDArray[np.bool_], *, least: int
+) -> tuple[Runs, NDArray[np.int64]]:
+    """Pages of a chunk of which a part is wanted: those worth one request for several, and others.
+
+    Args:
+        offsets: of the chunk, as in `Sorted`.
+        heads: likewise.
+        least: pages side by side that are worth it.
+
+    Returns:
+        (pages before them, offset of the first, pages) of each run, and positions of the others.
+    """
+    runs = page_runs(offsets, heads, page_bytes=1)
+    is_tall = runs[:, 2] >= least
+    return runs[is_tall], np.flatnonzero(~np.repeat(is_tall, runs[:, 2]))
+
+
+def cut(
+    lengths: NDArray[np.int64], begin: int, end: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The pieces of a part of a page.
+
+    Args:
+        lengths: bytes of each piece, in page order.
+        begin: of the part, in bytes of the page.
+        end: likewise.
+
+    Returns:
+        For each piece that reaches into it: its number, bytes of it before the part, bytes in it.
+    """
+    ends = np.cumsum(lengths)
+    first, last = np.maximum(ends - lengths, begin), np.minimum(ends, end)
+    which = np.flatnonzero(first < last)
+    return which, (first - ends + lengths)[which], (last - first)[which]
+
+
 def piece_runs(
     addresses: NDArray[np.int64],
     offsets: Offsets,

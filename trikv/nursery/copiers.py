@@ -106,7 +106,7 @@ class Copiers:
         if self.refusal:
             raise BadRequestError(self.refusal)
         copier = self._copier(gpu.device.hex())
-        groups = tuple(GroupOrder(one.block_count, one.pieces) for one in call.groups)
+        groups = tuple(GroupOrder(one.block_count, one.pieces, one.sections) for one in call.groups)
         number = next(self._numbers)
         words = gpu.signals
         signals = None if words is None else (words.memory, words.offset)
@@ -144,6 +144,7 @@ class Copiers:
             copy.offsets,
             copy.signal,
             copy.value,
+            copy.is_ordered,
         )
         copier = self._by_attachment[place.attachment]
         copier.begin(next(self._numbers), order, is_stopped, ended)

@@ -165,7 +165,7 @@ class Service:
             (layout, call.blocks, plan.offsets, call.event),
             lambda copied: self.store.complete_load(plan, copied, layout),
             stop_s=self.store.now_s() + call.budget_s if call.budget_s else None,
-            signal=(call.signal, call.value),
+            signal=(call.signal, call.value, call.is_ordered),
         ).then(lambda copied: answer(missing_of(copied)))
 
     def expect_load(self, session: Session) -> None:
@@ -224,7 +224,7 @@ class Service:
         *,
         fence: tuple[int, int] | None = None,
         stop_s: float | None = None,
-        signal: tuple[int, int] = (0, 0),
+        signal: tuple[int, int, bool] = (0, 0, False),
     ) -> Job:
         assert session.process is not None
         layout, blocks, offsets, event = what

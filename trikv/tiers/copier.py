@@ -19,14 +19,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trikv.core.chunks import Sorted, chunk_blocks, next_copy
+from trikv.tiers.devices import AttachError, Device, Lane, Mapped, Target
 from trikv.tiers.frames import (
-    AttachOrder,
     CopyOrder,
     Direction,
     Frames,
@@ -44,79 +44,8 @@ POLL_S: Final = 0.0005
 READ_BYTES: Final = 1 << 20
 PR_SET_PDEATHSIG: Final = 1
 EXIT_FAILED: Final = 3
-
-
-class AttachError(Exception):
-    """This memory cannot be mapped; the message says why, and which setting to change."""
-
-
-class Mapped(Protocol):
-    """Memory that a device has mapped."""
-
-    def is_over(self, event: int) -> bool:
-        """Whether the engine's work before it last recorded event `event` (from 1) is over."""
-        ...
-
-    def block_bytes(self, group: int) -> int:
-        """Of one block's page, with padding."""
-        ...
-
-    def sort(self, order: CopyOrder) -> Sorted:
-        """Put a copy's blocks in order."""
-        ...
-
-
-class Lane(Protocol):
-    """One direction of a device; used by one thread."""
-
-    def rehearse(self) -> None:
-        """Do what the first chunk of a copy needs, without one: it is done faster a second time."""
-        ...
-
-    def chunk_bytes(self, mapped: Mapped, group: int) -> int:
-        """What a chunk of this memory should have now."""
-        ...
-
-    def start(self, mapped: Mapped, group: int, blocks: Sorted, part: slice) -> bool:
-        """Begin a chunk; False: there is no room before the oldest one has ended."""
-        ...
-
-    def wait(self) -> None:
-        """Return when the oldest chunk has ended: no byte of it moves any more."""
-        ...
-
-    def signal(self, mapped: Mapped, number: int, value: int) -> None:
-        """Have word `number` (from 1) become `value` after all chunks that have been started."""
-        ...
-
-
-class Device(Protocol):
-    """One GPU."""
-
-    @property
-    def facts(self) -> dict[str, str | int | float]:
-        """For people; and `node`, the NUMA node near it, where that is known."""
-        ...
-
-    def attach(self, order: AttachOrder) -> Mapped:
-        """Map a rank's memory.
-
-        Raises:
-            AttachError: not possible; nothing is left behind.
-        """
-        ...
-
-    def detach(self, mapped: Mapped) -> None:
-        """Unmap it; no chunk of it is under way."""
-        ...
-
-    def lane(self, direction: Direction) -> Lane:
-        """The way in this direction; called once each, in the thread that will use it."""
-        ...
-
-    def prepare_pool(self, note: Callable[[bytes], None]) -> None:
-        """What makes copies of the pool fast and can be done while they run already."""
-        ...
+VALUE_MASK: Final = 0xFFFF_FFFF
+"""Words are uint32 and compared cyclically."""
 
 
 @dataclass(slots=True, eq=False)
@@ -127,22 +56,29 @@ class Transfer:
     mapped: Mapped
     order: CopyOrder
     sorted: Sorted
-    block_bytes: int
+    targets: Sequence[Target]
     since_s: float
     arrived: NDArray[np.bool_]
-    started: int = 0  # blocks
+    section: int = 0  # that is being started: a number of `targets`
+    started: int = 0  # blocks of it
     under_way: int = 0  # chunks
     is_stopped: bool = False
 
     @property
     def bytes_left(self) -> int:
         """That have not been started."""
-        return (len(self.arrived) - self.started) * self.block_bytes
+        sizes = [one.block_bytes for one in self.targets[self.section :]]
+        return len(self.arrived) * sum(sizes) - self.started * sizes[0]
 
     @property
     def is_started(self) -> bool:
         """No further chunk will be started."""
-        return self.is_stopped or self.started == len(self.arrived)
+        return self.is_stopped or self.section == len(self.targets)
+
+    @property
+    def value(self) -> int:
+        """Of the word when this section and those before it are there."""
+        return (self.order.value + 1 - len(self.targets) + self.section) & VALUE_MASK
 
 
 class Work:
@@ -166,7 +102,7 @@ class Work:
         self._mapped = mapped
         self._frames = Frames()
         self._waiting: list[Transfer] = []
-        self._moving: deque[tuple[Transfer, int, int]] = deque()
+        self._moving: deque[tuple[Transfer, slice | None]] = deque()  # blocks whole after it
         self._alive_s = 0.0
         self._is_expecting = False
 
@@ -239,7 +175,7 @@ class Work:
             mapped,
             order,
             mapped.sort(order),
-            mapped.block_bytes(order.group),
+            mapped.targets(order),
             since_s,
             np.zeros(len(order.blocks), np.bool_),
         )
@@ -251,27 +187,32 @@ class Work:
             self._sock.sendall(pack(Kind.ALIVE, 0))
 
     def _start(self, lane: Lane, transfer: Transfer) -> bool:
-        begin = transfer.started
-        group = transfer.order.group
-        wanted = lane.chunk_bytes(transfer.mapped, group)
-        size = chunk_blocks(begin, page_bytes=transfer.block_bytes, chunk_bytes=wanted)
-        end = min(begin + size, len(transfer.arrived))
-        if not lane.start(transfer.mapped, group, transfer.sorted, slice(begin, end)):
+        begin, count = transfer.started, len(transfer.arrived)
+        target = transfer.targets[transfer.section]
+        before = transfer.section * count + begin
+        wanted = lane.chunk_bytes(target)
+        size = chunk_blocks(before, page_bytes=target.block_bytes, chunk_bytes=wanted)
+        part = slice(begin, min(begin + size, count))
+        if not lane.start(target, transfer.sorted, part):
             assert self._moving, "a chunk that never fits"
             return False
-        transfer.started = end
+        is_last = transfer.section == len(transfer.targets) - 1
+        self._moving.append((transfer, part if is_last else None))
+        transfer.started = part.stop
         transfer.under_way += 1
-        self._moving.append((transfer, begin, end))
-        if transfer.is_started:
-            self._waiting.remove(transfer)
+        if transfer.started == count:
             if transfer.order.signal:
-                lane.signal(transfer.mapped, transfer.order.signal, transfer.order.value)
+                lane.signal(transfer.mapped, transfer.order.signal, transfer.value)
+            transfer.section, transfer.started = transfer.section + 1, 0
+            if transfer.is_started:
+                self._waiting.remove(transfer)
         return True
 
     def _finish(self, lane: Lane) -> None:
         lane.wait()
-        transfer, begin, end = self._moving.popleft()
-        transfer.arrived[transfer.sorted.order[begin:end]] = True
+        transfer, whole = self._moving.popleft()
+        if whole is not None:
+            transfer.arrived[transfer.sorted.order[whole]] = True
         transfer.under_way -= 1
         self._end_if_over(transfer)
 

@@ -44,6 +44,7 @@ class Copy:
             ends with; 0: that work is over.
         signal: number, from 1, of the registered word that shows the end; 0: none.
         value: what that word becomes.
+        is_ordered: section after section, and the word shows each.
     """
 
     process: Process
@@ -54,3 +55,4 @@ class Copy:
     event: int = 0
     signal: int = 0
     value: int = 0
+    is_ordered: bool = False

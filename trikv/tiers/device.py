@@ -11,17 +11,20 @@ import mmap
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trikv.core.chunks import cut
 from trikv.core.pages import PAGE_ALIGN
 from trikv.core.words import Offsets
 from trikv.tiers import gpu, kernels
-from trikv.tiers.copier import AttachError, Mapped, serve
+from trikv.tiers.copier import serve
+from trikv.tiers.devices import AttachError, Mapped
 from trikv.tiers.drivers import version_problem
 from trikv.tiers.frames import AttachOrder, Direction, GroupOrder, pack_facts
 from trikv.tiers.lane import GpuLane, GpuMemory, Group
@@ -118,23 +121,21 @@ class GpuDevice:
             for handle in order.events:
                 events.append(_open_event(handle))
                 undo.callback(gpu.close_event, events[-1])
-            groups = []
-            for group in order.groups:
-                groups.append(_map_group(group, addresses))
-                undo.callback(gpu.free, groups[-1].rows)
+            groups = tuple(_map_group(group, addresses, undo) for group in order.groups)
             undo.pop_all()
         self._ranks += 1
         signals = 0
         if order.signals is not None:
             memory, offset = order.signals
             signals = addresses[memory] + offset
-        return GpuMemory(order.handles, tuple(events), tuple(groups), self.slab_bytes, signals)
+        return GpuMemory(order.handles, tuple(events), groups, self.slab_bytes, signals)
 
     def detach(self, mapped: Mapped) -> None:
         """See `Device`; the last rank takes the staging along."""
         memory = cast("GpuMemory", mapped)
         for group in memory.groups:
-            gpu.free(group.rows)
+            for part in (group, *group.sections):
+                gpu.free(part.rows)
         for event in memory.events:
             gpu.close_event(event)
         for handle in memory.handles:
@@ -173,20 +174,45 @@ def _open_event(handle: bytes) -> gpu.Handle:
         raise AttachError(f"an event of the engine cannot be opened ({error})") from None
 
 
-def _map_group(order: GroupOrder, addresses: list[int]) -> Group:
+def _map_group(
+    order: GroupOrder, addresses: Sequence[int], undo: contextlib.ExitStack
+) -> Group:
+    """A group and its sections; `undo` takes their tables back."""
     pieces = order.pieces
     address = np.array([addresses[one.memory] + one.offset for one in pieces], np.int64)
     stride = np.array([one.stride for one in pieces], np.int64)
     length = np.array([one.bytes for one in pieces], np.int64)
-    page_bytes = int(length.sum())
-    table = kernels.table(address, stride, length)
-    try:
-        rows = gpu.upload(table.rows)
-    except gpu.CudaError as error:
-        raise AttachError(f"no table of {len(pieces)} pieces on the GPU ({error})") from None
-    pitch = -(-page_bytes // PAGE_ALIGN) * PAGE_ALIGN
-    is_direct = page_bytes // len(pieces) >= DIRECT_BYTES
-    return Group(address, stride, length, page_bytes, pitch, is_direct, table, rows)
+    whole = int(length.sum())
+    pitch = _padded(whole)
+
+    def part(begin: int, end: int, sections: tuple[Group, ...] = ()) -> Group:
+        which, skip, size = cut(length, begin, end)
+        rows = kernels.table(address[which] + skip, stride[which], size)
+        try:
+            where = gpu.upload(rows.rows)
+        except gpu.CudaError as error:
+            raise AttachError(f"no table of {len(which)} pieces on the GPU ({error})") from None
+        undo.callback(gpu.free, where)
+        return Group(
+            address[which] + skip,
+            stride[which],
+            size,
+            end - begin,
+            _padded(end - begin),
+            pitch,
+            begin,
+            (end - begin) // len(which) >= DIRECT_BYTES,
+            rows,
+            where,
+            sections,
+        )
+
+    sections = tuple(part(*one) for one in pairwise((0, *order.sections)))
+    return part(0, whole, sections)
+
+
+def _padded(size: int) -> int:
+    return -(-size // PAGE_ALIGN) * PAGE_ALIGN
 
 
 def open_device(uuid: bytes, pool: mmap.mmap, *, slab_bytes: int, staging_bytes: int) -> GpuDevice:

@@ -18,7 +18,7 @@ from trikv.core.layout import Piece
 from trikv.core.words import Offsets
 
 HEADER: Final = struct.Struct("<IIq")  # bytes of the body, kind, number
-_COPY: Final = struct.Struct("<qIIIIII")
+_COPY: Final = struct.Struct("<qIIIIIII")
 _TOOK: Final = struct.Struct("<d")
 
 
@@ -51,10 +51,11 @@ class Direction(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupOrder:
-    """One cache group: pieces in page order, memories by their index."""
+    """One cache group: pieces in page order, memories by their index; where its sections end."""
 
     block_count: int
     pieces: tuple[Piece, ...]
+    sections: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class AttachOrder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyOrder:
-    """Blocks to move; `event`, `signal` and `value` as in `Copy`."""
+    """Blocks to move; `event`, `signal`, `value` and `is_ordered` as in `Copy`."""
 
     attachment: int
     group: int
@@ -79,6 +80,7 @@ class CopyOrder:
     offsets: Offsets
     signal: int = 0
     value: int = 0
+    is_ordered: bool = False
 
 
 Frame: TypeAlias = tuple[Kind, int, bytes]
@@ -95,7 +97,11 @@ def pack_attach(order: AttachOrder) -> bytes:
         "handles": [one.hex() for one in order.handles],
         "events": [one.hex() for one in order.events],
         "groups": [
-            [one.block_count, [[p.memory, p.offset, p.stride, p.bytes] for p in one.pieces]]
+            [
+                one.block_count,
+                [[p.memory, p.offset, p.stride, p.bytes] for p in one.pieces],
+                one.sections,
+            ]
             for one in order.groups
         ],
         "signals": order.signals,
@@ -110,8 +116,8 @@ def read_attach(body: bytes) -> AttachOrder:
         tuple(bytes.fromhex(one) for one in facts["handles"]),
         tuple(bytes.fromhex(one) for one in facts["events"]),
         tuple(
-            GroupOrder(count, tuple(Piece(*numbers) for numbers in pieces))
-            for count, pieces in facts["groups"]
+            GroupOrder(count, tuple(Piece(*numbers) for numbers in pieces), tuple(sections))
+            for count, pieces, sections in facts["groups"]
         ),
         facts["signals"] and tuple(facts["signals"]),
     )
@@ -127,6 +133,7 @@ def pack_copy(order: CopyOrder) -> bytes:
         order.signal,
         order.value,
         len(order.blocks),
+        order.is_ordered,
     )
     blocks = np.ascontiguousarray(order.blocks, np.int32)
     return head + blocks.tobytes() + np.ascontiguousarray(order.offsets, np.int64).tobytes()
@@ -134,11 +141,12 @@ def pack_copy(order: CopyOrder) -> bytes:
 
 def read_copy(body: bytes) -> CopyOrder:
     """What `pack_copy` took; the arrays are views of `body`."""
-    attachment, group, direction, event, signal, value, count = _COPY.unpack_from(body)
+    attachment, group, direction, event, signal, value, count, is_ordered = _COPY.unpack_from(body)
     blocks = np.frombuffer(body, np.int32, count, _COPY.size)
     offsets = np.frombuffer(body, np.int64, count, _COPY.size + 4 * count)
     way = Direction(direction)
-    return CopyOrder(attachment, group, way, event, blocks, offsets, signal, value)
+    rest = (signal, value, bool(is_ordered))
+    return CopyOrder(attachment, group, way, event, blocks, offsets, *rest)
 
 
 def pack_facts(**facts: Any) -> bytes:  # noqa: ANN401  # numbers and texts for a log line

@@ -284,6 +284,36 @@ def copy(
         raise CudaError(driver.CUresult(code).name)
 
 
+def copy_rectangle(
+    device: tuple[int, int],
+    host: tuple[int, int],
+    width: int,
+    height: int,
+    stream: Handle,
+    *,
+    into_device: bool,
+) -> None:
+    """Copy rows that lie at equal distances, between the device and registered memory.
+
+    Args:
+        device: address of the first row there, and bytes from row to row.
+        host: likewise.
+        width: bytes of a row.
+        height: rows.
+        stream: that it goes into.
+        into_device: direction.
+    """
+    kinds, it = driver.CUmemorytype, driver.CUDA_MEMCPY2D()
+    if into_device:
+        it.srcMemoryType, it.srcHost, it.srcPitch = kinds.CU_MEMORYTYPE_HOST, *host
+        it.dstMemoryType, it.dstDevice, it.dstPitch = kinds.CU_MEMORYTYPE_DEVICE, *device
+    else:
+        it.srcMemoryType, it.srcDevice, it.srcPitch = kinds.CU_MEMORYTYPE_DEVICE, *device
+        it.dstMemoryType, it.dstHost, it.dstPitch = kinds.CU_MEMORYTYPE_HOST, *host
+    it.WidthInBytes, it.Height = width, height
+    _ok(driver.cuMemcpy2DAsync(it, stream))
+
+
 def launch(
     kernel: Handle, grid: tuple[int, int], threads: int, stream: Handle, arguments: int
 ) -> None:

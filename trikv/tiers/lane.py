@@ -7,6 +7,8 @@ waits.
     gathered  by a kernel into staging, then one request to the copy engine a run of pages
     direct    one request for each piece, neighbours merged: large pieces of a busy GPU
 
+Of a section, whose parts of pages are no neighbours in the pool, a run of pages is a rectangle.
+
 Two processes' kernels share a busy GPU by time slices of about 2 ms: each chunk may wait that long
 for its kernel, and each kernel costs the engine a switch. So chunks are small while the GPU is ours
 and large when kernels are seen to wait, and pieces that the copy engine is good at need none.
@@ -14,17 +16,18 @@ and large when kernels are seen to wait, and pieces that the copy engine is good
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.chunks import Ring, Runs, Sorted, page_runs, piece_runs, sort
+from trikv.core.chunks import Ring, Runs, Sorted, page_runs, piece_runs, sort, tall_runs
 from trikv.core.pages import PAGE_ALIGN
 from trikv.core.words import Offsets
 from trikv.tiers import gpu, kernels
-from trikv.tiers.copier import Mapped
+from trikv.tiers.devices import Mapped, Target
 from trikv.tiers.frames import CopyOrder
 
 CHUNK_BYTES: Final = 16 << 20
@@ -39,6 +42,8 @@ STAGING_BYTES_MIN: Final = 16 << 20
 REHEARSED: Final = 64
 EMPTY: Final = kernels.Table(16, np.zeros(3, np.uint64), pieces=1, each=1, units=0)
 """Of pages that have no bytes."""
+TALL_PAGES: Final = 8
+"""A rectangle costs as much of the processor as some requests of a row."""
 
 
 class Owner(Protocol):
@@ -60,12 +65,15 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """One cache group of a mapped rank.
+    """One cache group of a mapped rank, or a section of it; a `Target`.
 
     Attributes:
         address: int64[pieces], of block 0 here.
-        pitch: from page to page, in staging and where pages are neighbours in the pool.
+        pitch: from page to page in staging.
+        page_pitch: where pages are neighbours in the pool.
+        at: where in the page it begins.
         table: of the kernel; its rows lie at `rows` on the GPU.
+        sections: of a whole group; none: it is not cut.
     """
 
     address: NDArray[np.int64]
@@ -73,9 +81,17 @@ class Group:
     length: NDArray[np.int64]
     page_bytes: int
     pitch: int
+    page_pitch: int
+    at: int
     is_direct: bool
     table: kernels.Table
     rows: int
+    sections: tuple["Group", ...] = ()
+
+    @property
+    def block_bytes(self) -> int:
+        """See `Target`."""
+        return self.pitch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,9 +108,10 @@ class GpuMemory:
         """See `Mapped`."""
         return event == 0 or gpu.is_over(self.events[event - 1])
 
-    def block_bytes(self, group: int) -> int:
+    def targets(self, order: CopyOrder) -> Sequence[Group]:
         """See `Mapped`."""
-        return self.groups[group].pitch
+        group = self.groups[order.group]
+        return (order.is_ordered and group.sections) or (group,)
 
     def sort(self, order: CopyOrder) -> Sorted:
         """See `Mapped`."""
@@ -148,24 +165,24 @@ class GpuLane:
         gpu.wait(behind)
         self._events.append(behind)
 
-    def chunk_bytes(self, mapped: Mapped, group: int) -> int:
+    def chunk_bytes(self, target: Target) -> int:
         """See `Lane`."""
-        facts = cast("GpuMemory", mapped).groups[group]
-        return CHUNK_BYTES_BUSY if self._is_busy and not facts.is_direct else CHUNK_BYTES
+        is_direct = cast("Group", target).is_direct
+        return CHUNK_BYTES_BUSY if self._is_busy and not is_direct else CHUNK_BYTES
 
     @property
     def _is_busy(self) -> bool:
         return time.perf_counter() < self._busy_until_s
 
-    def start(self, mapped: Mapped, group: int, blocks: Sorted, part: slice) -> bool:
+    def start(self, target: Target, blocks: Sorted, part: slice) -> bool:
         """See `Lane`."""
-        facts = cast("GpuMemory", mapped).groups[group]
+        group = cast("Group", target)
         ids, offsets = blocks.blocks[part], blocks.offsets[part]
         self._device.register_slabs(offsets)
-        is_direct = facts.is_direct and self._is_busy
-        if not is_direct and self._has_staging(len(ids) * facts.pitch):
-            return self._start_staged(facts, ids, offsets, blocks.heads[part])
-        return self._start_direct(facts, ids, offsets)
+        is_direct = group.is_direct and self._is_busy
+        if not is_direct and self._has_staging(len(ids) * group.pitch):
+            return self._start_staged(group, ids, offsets, blocks.heads[part])
+        return self._start_direct(group, ids, offsets)
 
     def wait(self) -> None:
         """See `Lane`."""
@@ -231,12 +248,10 @@ class GpuLane:
         if at is None:
             return False
         staging = self._staging + at
-        runs = page_runs(offsets, heads, page_bytes=group.pitch)
-        runs[:, 0] += staging
         end, between = self._event(), self._event()
         first, second = (self._bus, self._cores) if self._into_engine else (self._cores, self._bus)
         if self._into_engine:
-            self._move(runs)
+            self._move_pages(group, offsets, heads, staging)
         else:
             self._launch(group, ids, staging)
         gpu.record(between, first)
@@ -244,7 +259,7 @@ class GpuLane:
         if self._into_engine:
             self._launch(group, ids, staging)
         else:
-            self._move(runs)
+            self._move_pages(group, offsets, heads, staging)
         gpu.record(end, second)
         self._note(end, between, len(ids) * group.pitch)
         return True
@@ -255,11 +270,31 @@ class GpuLane:
             return False
         addresses = group.address + ids.astype(np.int64)[:, None] * group.stride
         slab = self._device.slab_bytes
-        self._move(piece_runs(addresses, offsets, group.length, slab_bytes=slab))
+        self._move(piece_runs(addresses, offsets + group.at, group.length, slab_bytes=slab))
         end = self._event()
         gpu.record(end, self._bus)
         self._note(end, None, size)
         return True
+
+    def _move_pages(
+        self, group: Group, offsets: Offsets, heads: NDArray[np.bool_], staging: int
+    ) -> None:
+        """Between the pool and staging: all of these pages, or the part that a section is."""
+        if group.pitch == group.page_pitch:
+            runs = page_runs(offsets, heads, page_bytes=group.pitch)
+            runs[:, 0] += staging
+            self._move(runs)
+            return
+        runs, rest = tall_runs(offsets, heads, least=TALL_PAGES)
+        first = self._device.pool_address + group.at
+        for page, offset, height in runs.tolist():
+            near, far = (staging + page * group.pitch, group.pitch), (first + offset, group.page_pitch)
+            gpu.copy_rectangle(
+                near, far, group.page_bytes, height, self._bus, into_device=self._into_engine
+            )
+        if len(rest):
+            sizes = np.full(len(rest), group.page_bytes)
+            self._move(np.column_stack((staging + rest * group.pitch, offsets[rest] + group.at, sizes)))
 
     def _move(self, runs: Runs) -> None:
         """Ask the copy engine; columns are addresses on the GPU, offsets in the pool, bytes."""
