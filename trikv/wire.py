@@ -246,7 +246,9 @@ def _group(group: Any) -> GroupPieces:
     replicas = int(group.replicas)
     if not 1 <= replicas <= RANKS_MAX:
         raise BadRequestError(f"replicas must lie in 1 to {RANKS_MAX}, not {replicas}")
-    sections = tuple(int(end) for end in bounded(group.sections, "sections", count_max=SECTIONS_MAX))
+    sections = tuple(
+        int(end) for end in bounded(group.sections, "sections", count_max=SECTIONS_MAX)
+    )
     if sections and (
         sections[-1] != sum(one.bytes for one in read)
         or any(end <= begin for begin, end in pairwise((0, *sections)))

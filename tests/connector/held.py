@@ -7,7 +7,7 @@ import pytest
 
 from tests.connector.rig import Rig
 from tests.connector.world import PROMPT, World, scenario
-from trikv.connector.overlap import LoadLostError
+from trikv.connector.layers import LoadLostError
 
 HOLD = {"trikv.hold_ms": 10_000}
 

@@ -16,8 +16,8 @@ from trikv.connector.calls import Answer, pack
 from trikv.connector.guards import guarded
 from trikv.connector.holding import Holding
 from trikv.connector.jobs import SIGNAL_COUNT, LoadJob, SaveJob
+from trikv.connector.layers import LoadLostError
 from trikv.connector.link import LostError, RefusedError
-from trikv.connector.overlap import LoadLostError
 from trikv.connector.worker import WorkerHalf
 
 LOG = logging.getLogger("test.overlap")

@@ -13,10 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from trikv.core.chunks import Sorted, sort
-from trikv.tiers.copier import AttachError, serve
+from trikv.tiers.copier import serve
+from trikv.tiers.devices import AttachError
 from trikv.tiers.frames import AttachOrder, CopyOrder, Direction, pack_facts
 
 CONTROL_BYTES = 4096
@@ -50,7 +52,7 @@ def open_map(pid: int, fd: int) -> mmap.mmap:
 class FakeMapped:
     maps: list[mmap.mmap]
     events: list[tuple[mmap.mmap, int]]
-    groups: list[list[tuple[int, int, int, int]]]  # pieces: memory, offset, stride, bytes
+    groups: list["FakeTarget"]
     signals: tuple[int, int] | None = None  # memory, offset
 
     def is_over(self, event: int) -> bool:
@@ -60,11 +62,39 @@ class FakeMapped:
         return at[offset] != 0
 
     def sort(self, order: CopyOrder) -> Sorted:
-        page = self.block_bytes(order.group)
+        page = self.groups[order.group].block_bytes
         return sort(order.blocks, order.offsets, page_bytes=page, slab_bytes=1 << 20)
 
-    def block_bytes(self, group: int) -> int:
-        return -(-sum(one[3] for one in self.groups[group]) // 4096) * 4096
+    def targets(self, order: CopyOrder) -> list["FakeTarget"]:
+        group = self.groups[order.group]
+        ends = group.ends if order.is_ordered and group.ends else (group.end,)
+        return [FakeTarget(self, group.pieces, begin, end) for begin, end in pairwise((0, *ends))]
+
+
+@dataclass
+class FakeTarget:
+    """Bytes `begin` to `end` of a page."""
+
+    mapped: FakeMapped
+    pieces: list[tuple[int, int, int, int]]  # memory, offset, stride, bytes
+    begin: int
+    end: int
+    ends: tuple[int, ...] = ()  # of a group's sections
+
+    @property
+    def block_bytes(self) -> int:
+        return -(-(self.end - self.begin) // 4096) * 4096
+
+    def parts(self, block: int) -> list[tuple[mmap.mmap, int, int, int]]:
+        """Of a block: memory, address there, place in the page, bytes."""
+        found, at = [], 0
+        for memory, offset, stride, size in self.pieces:
+            first, last = max(at, self.begin), min(at + size, self.end)
+            if first < last:
+                where = offset + block * stride + first - at
+                found.append((self.mapped.maps[memory], where, first, last - first))
+            at += size
+        return found
 
 
 @dataclass
@@ -77,10 +107,10 @@ class FakeLane:
     def rehearse(self) -> None:
         self.control[REHEARSALS] = min(255, self.control[REHEARSALS] + 1)
 
-    def chunk_bytes(self, _mapped: Any, _group: int) -> int:
+    def chunk_bytes(self, _target: Any) -> int:
         return CHUNK_BYTES
 
-    def start(self, mapped: Any, group: int, blocks: Sorted, part: slice) -> bool:
+    def start(self, target: Any, blocks: Sorted, part: slice) -> bool:
         if len(self.chunks) == CHUNKS_MAX:
             return False
         if self.control[BREAK]:
@@ -89,7 +119,7 @@ class FakeLane:
         def move() -> None:
             ids, pages = blocks.blocks[part].tolist(), blocks.offsets[part].tolist()
             for block, offset in zip(ids, pages, strict=True):
-                self.move(mapped, mapped.groups[group], block, offset)
+                self.move(target, block, offset)
 
         if self.control[EARLY]:  # moved before those that were started earlier
             move()
@@ -98,15 +128,13 @@ class FakeLane:
             self.chunks.append(move)
         return True
 
-    def move(self, mapped: FakeMapped, pieces: Any, block: int, page: int) -> None:
-        for memory, offset, stride, size in pieces:
-            at = offset + block * stride
-            far = mapped.maps[memory]
+    def move(self, target: FakeTarget, block: int, page: int) -> None:
+        for far, at, place, size in target.parts(block):
+            near = slice(page + place, page + place + size)
             if self.into_engine:
-                far[at : at + size] = self.pool[page : page + size]
+                far[at : at + size] = self.pool[near]
             else:
-                self.pool[page : page + size] = far[at : at + size]
-            page += size
+                self.pool[near] = far[at : at + size]
 
     def signal(self, mapped: Any, number: int, value: int) -> None:
         memory, offset = mapped.signals
@@ -142,12 +170,14 @@ class FakeGpu:
     def attach(self, order: AttachOrder) -> FakeMapped:
         maps = [open_map(*numbers(one)) for one in order.handles]
         events = [(open_map(*numbers(one)[:2]), numbers(one)[2]) for one in order.events]
-        groups = [
-            [(p.memory, p.offset, p.stride, p.bytes) for p in one.pieces] for one in order.groups
-        ]
-        for memory, offset, _, size in (piece for one in groups for piece in one):
-            assert 0 < size <= len(maps[memory]) - offset, "the daemon has checked that"
-        return FakeMapped(maps, events, groups, order.signals)
+        mapped = FakeMapped(maps, events, [], order.signals)
+        for one in order.groups:
+            pieces = [(p.memory, p.offset, p.stride, p.bytes) for p in one.pieces]
+            for memory, offset, _, size in pieces:
+                assert 0 < size <= len(maps[memory]) - offset, "the daemon has checked that"
+            end = sum(p.bytes for p in one.pieces)
+            mapped.groups.append(FakeTarget(mapped, pieces, 0, end, one.sections))
+        return mapped
 
     def detach(self, mapped: Any) -> None:
         for one in [*mapped.maps, *(at for at, _ in mapped.events)]:

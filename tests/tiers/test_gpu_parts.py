@@ -121,7 +121,7 @@ def test_storages_of_one_allocation_are_exported_once() -> None:
     memories = tuple(
         layouts.Memory(address, 100, "cuda:0") for address in (10_500, 12_000, 30_000, 10_000)
     )
-    plan = layouts.Plan(memories, (layouts.Piece(0, 0, 10, 10),), "bytes", 10)
+    plan = layouts.Plan(memories, (layouts.Piece(0, 0, 10, 10),), "bytes", 10, {})
     driver = FakeDriver()
     exported = cuda.export(plan, driver)  # type: ignore[arg-type]
     assert exported.places == ((0, 500), (0, 2000), (1, 0), (0, 0))

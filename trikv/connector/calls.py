@@ -117,7 +117,7 @@ class Calls:
             "event": event,
         }
         if job.signal:
-            body |= {"signal": job.signal, "value": job.value}
+            body |= {"signal": job.signal, "value": job.value, "ordered": job.is_ordered}
         return self.client.call("load", {"load": body}, _read_failed, deadline_s=None, via=via)
 
     def release(self, requests: Sequence[str]) -> None:

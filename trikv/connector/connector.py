@@ -138,6 +138,7 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
                 self._log,
                 save_s=self._settings.save_s,
                 orders_loads=not self._abilities.has_deferred_frees,
+                waits_by_layer=self._waits_by_layer(),
             )
             if self._shape.rank_count == 1:
                 WORKERS[self._instance] = self._worker
@@ -177,6 +178,10 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
             return 0.0
         return self._settings.hold_s
 
+    def _waits_by_layer(self) -> bool:
+        """Not with a draft model: its layers run in a way of their own, which no step shows."""
+        return self._hold_s() > 0 and getattr(self._vllm_config, "speculative_config", None) is None
+
     def _fields(self, software: str) -> dict[str, str]:
         return identity.fields(
             self._vllm_config,
@@ -210,7 +215,7 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, _extra_config: dict[str, Any]) -> bool:
-        """False: no layer hook is used."""
+        """False: layer hooks are used where they are called, and not needed."""
         return False
 
     @classmethod
@@ -331,15 +336,17 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
         return bound.jobs if isinstance(bound, TriKVMetadata) else StepJobs()
 
     @guarded(nothing)
-    def start_load_kv(self, _forward_context: Any, **_kwargs: Any) -> None:  # noqa: ANN401
+    def start_load_kv(self, forward_context: Any, **_kwargs: Any) -> None:  # noqa: ANN401
         """Send this step's loads; they end between steps, or this step's forward waits for them."""
         if self._worker is not None:
-            self._worker.start_loads(self._jobs.loads)
+            self._worker.start_loads(self._jobs.loads, engine.forward_mode(forward_context))
             self._worker.delay(self._jobs.delayed)
 
     @guarded(nothing)
-    def wait_for_layer_load(self, _layer_name: str) -> None:
-        """Nothing: a forward waits for all of its loads or for none."""
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """What follows on the GPU waits for this layer's blocks, where it waits layer by layer."""
+        if self._worker is not None:
+            self._worker.launched(layer_name)
 
     @guarded(nothing)
     def save_kv_layer(self, *_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401

@@ -205,9 +205,14 @@ class SignalWords:
         self._side = side
         self._driver = driver
 
+    @property
+    def stream(self) -> int:
+        """What the engine puts its work into now."""
+        return int(self._stream().cuda_stream)
+
     def hold(self, number: int, value: int) -> None:
         """What is put into the engine's stream from now on waits for the word to be `value`."""
-        self._driver.wait_word(self._stream().cuda_stream, self._address(number), value)
+        self._driver.wait_word(self.stream, self._address(number), value)
 
     def write(self, number: int, value: int) -> None:
         """The word becomes `value` at once, whatever the GPU does; any thread."""

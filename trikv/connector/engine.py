@@ -11,6 +11,8 @@ from typing import Any, Final
 from trikv.connector.shapes import Abilities
 
 PROBE_BLOCKS: Final = 3
+LAYER_MODES: Final = frozenset({"NONE", "PIECEWISE"})
+"""Of CUDA graphs: those that leave each attention layer to Python."""
 
 
 def abilities(base: type) -> Abilities:
@@ -55,6 +57,18 @@ def hash_probe(vllm_config: Any, block_tokens: int) -> str:  # noqa: ANN401
         block_hasher=hasher,
     )
     return bytes(request.block_hashes[-1]).hex()
+
+
+def forward_mode(context: Any) -> str:  # noqa: ANN401
+    """How a step runs its layers, by its forward context; empty: hooks cannot be counted on.
+
+    A replayed full graph calls no hook; runner V2 shows none of it but a context without metadata.
+    Microbatches call them in threads, for a part of the tokens each.
+    """
+    mode = str(getattr(getattr(context, "cudagraph_runtime_mode", None), "name", ""))
+    is_whole = getattr(context, "ubatch_slices", True) is None
+    has_work = bool(getattr(context, "attn_metadata", None))
+    return mode if mode in LAYER_MODES and is_whole and has_work else ""
 
 
 def rank(vllm_config: Any) -> int:  # noqa: ANN401

@@ -46,3 +46,7 @@ class Fences:
     def lift(self, word: int) -> None:
         """Raise a word: saves that named it become worthless before the next instruction."""
         self._words[word] += np.uint64(1)
+
+    def lift_all(self) -> None:
+        """Raise every word; any thread."""
+        self._words += np.uint64(1)

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from trikv.connector.overlap import LoadLostError
+from trikv.connector.layers import LoadLostError
 
 P = ParamSpec("P")
 R = TypeVar("R")

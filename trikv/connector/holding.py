@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from trikv.connector.jobs import SIGNAL_COUNT
+from trikv.wire import SECTIONS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,7 +45,8 @@ class Holding:
         self._is_taken = True
         self._count += 1
         round_, at = divmod(self._count, SIGNAL_COUNT)
-        return at + 1, round_ + 2  # words begin at 0, and one is tried with 1
+        # Words begin at 0, and one is tried with 1; sections have the values before the load's.
+        return at + 1, (round_ + 1) * SECTIONS_MAX + 1
 
     def began_load(self, request_id: str) -> None:
         """A load of a request is under way that no forward waits for."""

@@ -27,6 +27,7 @@ class LoadJob:
     blocks: bytes  # engine block ids, little-endian int32
     signal: int = 0  # from 1: this step's forward waits for that word; 0: it does not need them
     value: int = 0  # to be this
+    is_ordered: bool = False  # section after section, and the word shows each; the worker decides
     hash_bytes: int = 0  # the rest only where a forward waits
     hashes: bytes = b""  # of all blocks up to the last of these, from the request's first on
 

@@ -78,12 +78,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A page as its pieces, one after another."""
+    """A page as its pieces, one after another.
+
+    Attributes:
+        layer_ends: where in the page each layer's bytes end.
+    """
 
     memories: tuple[Memory, ...]
     pieces: tuple[Piece, ...]
     layout: str
     page_bytes: int
+    layer_ends: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,8 @@ def pieces(
             f"{block_count} blocks are too few to tell the dimension of blocks from others"
         )
     memories: dict[tuple[int, int, str], int] = {}
-    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+    seen: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
+    ends, end = dict[str, int](), 0
     runs: list[Piece] = []
     texts: list[str] = []
     for name, tensor in tensors.items():
@@ -121,13 +127,15 @@ def pieces(
             raise LayoutError(f"layer {name} holds {type(tensor).__name__}, not one tensor")
         view = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
         if view in seen:
+            ends[name] = seen[view]
             continue
-        seen.add(view)
         wanted = page_bytes if isinstance(page_bytes, int) else page_bytes[name]
         stride, axes = _axes(name, tensor, block_count, wanted)
         texts.append(_text(tensor, axes))
         memory, offset = _place(tensor, memories)
         runs.extend(_runs(name, memory, offset, stride, axes, tensor.element_size()))
+        end += wanted
+        seen[view] = ends[name] = end
     merged = tuple(_merged(runs))
     if not 0 < len(merged) <= PIECES_MAX or len(memories) > MEMORIES_MAX:
         raise LayoutError(f"{len(merged)} pieces in {len(memories)} memories are out of bounds")
@@ -136,6 +144,7 @@ def pieces(
         pieces=merged,
         layout=_layout(texts),
         page_bytes=sum(piece.size_bytes for piece in merged),
+        layer_ends=ends,
     )
 
 

@@ -36,6 +36,7 @@ def gpu_memory(
     exported: cuda.Export,
     events: cuda.StepEvents,
     words: cuda.SignalWords | None,
+    sections: Sequence[int],
 ) -> dict[str, Any]:
     """What of `Rank` says where blocks and words lie in a GPU's memory."""
     allocations, signals = list(exported.allocations), {"count": 0}
@@ -55,7 +56,7 @@ def gpu_memory(
         }
         for one in allocations
     ]
-    group = _group(plan, block_count, exported.places)
+    group = _group(plan, block_count, exported.places) | {"sections": list(sections)}
     return {
         "memories": memories,
         "groups": [group],

@@ -10,7 +10,7 @@ then; and without success the step raises, for wrong tokens would be worse than 
 | --- | --- |
 | arrived | the word is written, by the copier and once more from here |
 | failed, or the daemon or its copier has ended | loaded again, within `RECOVER_S` |
-| still not there | the word is written, so that the GPU is free; `settle` says what is wrong |
+| still not there | no save counts any more, the word is written, `settle` says what is wrong |
 
 Without words (an engine on a CPU) the forward waits in `hold`. This file knows neither vLLM nor
 tensors.
@@ -21,9 +21,10 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from trikv.connector.calls import ID_BYTES, Calls
+from trikv.connector.layers import LoadLostError
 from trikv.connector.link import CallError, UnknownError
 
 if TYPE_CHECKING:
@@ -33,27 +34,12 @@ if TYPE_CHECKING:
 
     from trikv.connector.client import Attached
     from trikv.connector.jobs import LoadJob
+    from trikv.connector.layers import Layers, Words
 
 RECOVER_S: Final = 10.0
 """How long a failed load is tried again; a daemon and its kept pool are back within a few."""
 RETRY_S: Final = 0.05
 QUERY_S: Final = 2.0
-
-
-class LoadLostError(Exception):
-    """Blocks that a forward has read did not arrive: its result must not be used."""
-
-
-class Words(Protocol):
-    """Words of the GPU that its streams can wait for."""
-
-    def hold(self, number: int, value: int) -> None:
-        """What is put into the engine's stream from now on waits for the word to be `value`."""
-        ...
-
-    def write(self, number: int, value: int) -> None:
-        """The word becomes `value`, at once; any thread."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +60,7 @@ class Overlap:
         calls: Calls,
         log: logging.Logger,
         is_over: Callable[[Attached], bool],
+        lost: Callable[[], None],
         *,
         recover_s: float = RECOVER_S,
     ) -> None:
@@ -83,12 +70,16 @@ class Overlap:
             calls: to the daemon.
             log: the engine's.
             is_over: whether the copies of a lost session have surely ended.
+            lost: what a forward computes is worth nothing; called by another thread before the
+                GPU goes on with it.
             recover_s: how long a failed load is tried again.
         """
         self.words: Words | None = None  # None: the engine computes on a CPU
+        self.layers: Layers | None = None  # None: a forward waits for all of its load, or for none
         self._calls = calls
         self._log = log
         self._is_over = is_over
+        self._lost = lost
         self._recover_s = recover_s
         self._held: list[_Held] = []
 
@@ -104,7 +95,7 @@ class Overlap:
         """
         held = _Held(job, via)
         self._held.append(held)
-        if self.words is not None:
+        if self.words is not None and not (self.layers is not None and self.layers.hold(job)):
             self.words.hold(job.signal, job.value)
         if sent is None:
             self._try_again(held)
@@ -113,8 +104,43 @@ class Overlap:
         if self.words is None:
             held.ended.wait()
 
+    def in_order(self, job: LoadJob) -> LoadJob:
+        """A load as it should be sent: section after section, where that may be of use."""
+        is_ordered = self.layers is not None and self.layers.may_order(job)
+        return replace(job, is_ordered=True) if is_ordered else job
+
+    def began(self, way: str) -> None:
+        """How this step's forward is run; see `Layers`."""
+        if self.layers is not None:
+            self.layers.began(way)
+
+    def launched(self, layer: str) -> None:
+        """A layer is launched now."""
+        if self.layers is not None:
+            self.layers.called(layer)
+
+    def prove(self) -> None:
+        """The forward has been launched: its layers wait for what they read, or this raises.
+
+        Raises:
+            LoadLostError: they may not.
+        """
+        if self.layers is not None:
+            try:
+                self.layers.prove()
+            except LoadLostError:
+                self._lost()
+                raise
+
     def settle(self) -> list[tuple[LoadJob, Sequence[int]]]:
-        """Wait for this step's loads; returns each with the positions that did not arrive."""
+        """Wait for this step's loads; returns each with the positions that did not arrive.
+
+        Raises:
+            LoadLostError: as `prove`.
+        """
+        self.prove()
+        if self.layers is not None and self.layers.ended():
+            self._log.info("TriKV: forwards can wait for their loads layer by layer")
         held, self._held = self._held, []
         settled = []
         for one in held:
@@ -170,7 +196,7 @@ class Overlap:
             answer = self._calls.query(name, job.hash_bytes, job.hashes, QUERY_S).result()
             if answer.hit_count < job.first + count:
                 return everything
-            again = replace(job, request=name, lease=answer.lease, signal=0, value=0)
+            again = replace(job, request=name, lease=answer.lease, signal=0, is_ordered=False)
             return self._calls.load(again, via, 0.0, 0).result()
         except UnknownError:
             self._wait_until_over(via)
@@ -186,6 +212,8 @@ class Overlap:
 
     def _finish(self, held: _Held, failed: Sequence[int]) -> None:
         try:
+            if failed:
+                self._lost()
             if self.words is not None:
                 self.words.write(held.job.signal, held.job.value)
         finally:

@@ -28,9 +28,10 @@ from trikv.connector.calls import ID_BYTES, Calls, Saved, unpack
 from trikv.connector.client import Attached, Introduction
 from trikv.connector.fences import Fences
 from trikv.connector.jobs import IDLE_S, LoadJob, Report, SaveJob
+from trikv.connector.layers import Layers, LoadLostError, section_ends
 from trikv.connector.link import AbsentError, CallError, UnknownError
 from trikv.connector.offers import gpu_memory, process_memory, registration
-from trikv.connector.overlap import LoadLostError, Overlap
+from trikv.connector.overlap import Overlap
 from trikv.connector.tally import Tally
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ class _Loading:
     future: Future[tuple[int, ...]] | None  # None: not sent
 
 
-_Sent: TypeAlias = "tuple[Attached | None, Future[tuple[int, ...]] | None]"
-"""Over what a load was sent, and its outcome; nothing where it was not sent."""
+_Sent: TypeAlias = "tuple[LoadJob, Attached | None, Future[tuple[int, ...]] | None]"
+"""A load, over what it was sent, and its outcome; nothing where it was not sent."""
 
 
 @dataclass(slots=True)
@@ -75,6 +76,7 @@ class WorkerHalf:
         save_s: float = SAVE_S,
         load_s: float = 0.0,
         orders_loads: bool = False,
+        waits_by_layer: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Make a half.
@@ -86,16 +88,18 @@ class WorkerHalf:
             load_s: in which a load must have begun; 0: no limit.
             orders_loads: loads wait for the work that the engine has queued: it may give blocks
                 away that this work still uses.
+            waits_by_layer: a forward may wait for a load layer by layer, if hooks can be trusted.
             clock: in seconds.
         """
-        self._overlap = Overlap(calls, log, self._is_over)
-        self._orders_loads = orders_loads
+        self._overlap = Overlap(calls, log, self._is_over, self._give_up_saves)
+        self._orders_loads, self._waits_by_layer = orders_loads, waits_by_layer
         self._events: cuda.StepEvents | None = None
         self._calls = calls
         self._log = log
         self._clock = clock
         self._save_s, self._load_s = save_s, load_s
         self._fences = Fences()
+        self._is_lost = False  # what the engine computes is worth nothing: it will end
         self._is_registered = False
         self._tensors: object = None
         self._begun: dict[tuple[str, int], _Sent] = {}  # ahead of their step, by request and lease
@@ -151,7 +155,10 @@ class WorkerHalf:
             self._events = cuda.step_events(device)
             words = cuda.signal_words(device, driver)
             self._overlap.words = words
-            return gpu_memory(plan, block_count, exported, self._events, words)
+            ends = section_ends(plan.layer_ends) if self._waits_by_layer else ()
+            if ends and words is not None:
+                self._overlap.layers = Layers(plan.layer_ends, ends, words)
+            return gpu_memory(plan, block_count, exported, self._events, words, ends)
 
     # -- starting --------------------------------------------------------------------------------
 
@@ -169,8 +176,14 @@ class WorkerHalf:
         if not (self._orders_loads or self._saving):
             self._begun[job.request, job.lease] = self._send(job)
 
-    def start_loads(self, jobs: Iterable[LoadJob]) -> None:
-        """Send loads that were not sent ahead; each will be reported, whatever happens."""
+    def start_loads(self, jobs: Iterable[LoadJob], way: str = "") -> None:
+        """Send loads that were not sent ahead; each will be reported, whatever happens.
+
+        Args:
+            jobs: the loads.
+            way: in which this step's forward is run; empty: not so that hooks could be counted on.
+        """
+        self._overlap.began(way)
         event: int | None = None  # recorded for the first
         for job in jobs:
             sent = self._begun.pop((job.request, job.lease), None)
@@ -179,26 +192,35 @@ class WorkerHalf:
                     event = self._record()
                 sent = self._send(job, event or 0)
             if job.is_held:
-                self._overlap.hold(job, *sent)
+                self._overlap.hold(*sent)
             else:
-                self._loading[job.request] = _Loading(job, *sent)
+                self._loading[job.request] = _Loading(*sent)
+
+    def launched(self, layer: str) -> None:
+        """A layer of the forward is launched now; waits for nothing itself."""
+        self._overlap.launched(layer)
 
     def _send(self, job: LoadJob, event: int = 0) -> _Sent:
         via = self._calls.attached
+        job = self._overlap.in_order(job)
         if via is None or not self._is_registered or not job.lease:
-            return None, None
+            return job, None, None
         shown = job if self._overlap.words is not None else replace(job, signal=0)
         try:
-            return via, self._calls.load(shown, via, self._load_s, event)
+            return job, via, self._calls.load(shown, via, self._load_s, event)
         except Exception:  # noqa: BLE001  # the others must be sent, and this one reported
             self._log.exception("TriKV: a load could not be sent")
-            return None, None
+            return job, None, None
 
     def start_saves(self, jobs: Iterable[SaveJob]) -> None:
         """Send saves of blocks that are complete once the step's work is over.
 
         Those that cannot be sent count as answered.
+
+        Raises:
+            LoadLostError: this step may have read blocks before they were there.
         """
+        self._overlap.prove()
         event: int | None = None  # recorded for the first
         for job in jobs:
             saving = self._saving.get(job.request)
@@ -211,11 +233,18 @@ class WorkerHalf:
                     self.tally.add("save_blocks_refused", len(job.blocks) // 4)
                     continue
                 saving = self._saving[job.request] = _Saving(fence)
+            generation = self._fences.generation(saving.fence)
+            if self._is_lost:  # set before fences are lifted, so looked at after reading one
+                self._answer(job.number)
+                continue
             if event is None:
                 event = self._record()
-            saving.jobs[job.number] = self._calls.save(
-                job, saving.fence, self._fences.generation(saving.fence), event
-            )
+            saving.jobs[job.number] = self._calls.save(job, saving.fence, generation, event)
+
+    def _give_up_saves(self) -> None:
+        """What is computed from now on must not be kept; any thread."""
+        self._is_lost = True
+        self._fences.lift_all()
 
     def _record(self) -> int:
         """Mark the end of the GPU work that is queued now; 0: there is no GPU."""

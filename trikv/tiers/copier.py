@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from trikv.core.chunks import Sorted, chunk_blocks, next_copy
 from trikv.tiers.devices import AttachError, Device, Lane, Mapped, Target
 from trikv.tiers.frames import (
+    AttachOrder,
     CopyOrder,
     Direction,
     Frames,

@@ -174,9 +174,7 @@ def _open_event(handle: bytes) -> gpu.Handle:
         raise AttachError(f"an event of the engine cannot be opened ({error})") from None
 
 
-def _map_group(
-    order: GroupOrder, addresses: Sequence[int], undo: contextlib.ExitStack
-) -> Group:
+def _map_group(order: GroupOrder, addresses: Sequence[int], undo: contextlib.ExitStack) -> Group:
     """A group and its sections; `undo` takes their tables back."""
     pieces = order.pieces
     address = np.array([addresses[one.memory] + one.offset for one in pieces], np.int64)
@@ -201,6 +199,7 @@ def _map_group(
             _padded(end - begin),
             pitch,
             begin,
+            end - begin < whole,
             (end - begin) // len(which) >= DIRECT_BYTES,
             rows,
             where,

@@ -72,6 +72,7 @@ class Group:
         pitch: from page to page in staging.
         page_pitch: where pages are neighbours in the pool.
         at: where in the page it begins.
+        is_section: not all of the page.
         table: of the kernel; its rows lie at `rows` on the GPU.
         sections: of a whole group; none: it is not cut.
     """
@@ -83,6 +84,7 @@ class Group:
     pitch: int
     page_pitch: int
     at: int
+    is_section: bool
     is_direct: bool
     table: kernels.Table
     rows: int
@@ -280,7 +282,7 @@ class GpuLane:
         self, group: Group, offsets: Offsets, heads: NDArray[np.bool_], staging: int
     ) -> None:
         """Between the pool and staging: all of these pages, or the part that a section is."""
-        if group.pitch == group.page_pitch:
+        if not group.is_section:
             runs = page_runs(offsets, heads, page_bytes=group.pitch)
             runs[:, 0] += staging
             self._move(runs)
@@ -288,13 +290,18 @@ class GpuLane:
         runs, rest = tall_runs(offsets, heads, least=TALL_PAGES)
         first = self._device.pool_address + group.at
         for page, offset, height in runs.tolist():
-            near, far = (staging + page * group.pitch, group.pitch), (first + offset, group.page_pitch)
+            near, far = (
+                (staging + page * group.pitch, group.pitch),
+                (first + offset, group.page_pitch),
+            )
             gpu.copy_rectangle(
                 near, far, group.page_bytes, height, self._bus, into_device=self._into_engine
             )
         if len(rest):
             sizes = np.full(len(rest), group.page_bytes)
-            self._move(np.column_stack((staging + rest * group.pitch, offsets[rest] + group.at, sizes)))
+            self._move(
+                np.column_stack((staging + rest * group.pitch, offsets[rest] + group.at, sizes))
+            )
 
     def _move(self, runs: Runs) -> None:
         """Ask the copy engine; columns are addresses on the GPU, offsets in the pool, bytes."""

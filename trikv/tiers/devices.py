@@ -1,0 +1,92 @@
+"""What a copier needs of a GPU, whoever drives it.
+
+Decided here: nothing; the border between `copier`, which knows no CUDA, and `device`, which does.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from trikv.core.chunks import Sorted
+from trikv.tiers.frames import AttachOrder, CopyOrder, Direction
+
+
+class AttachError(Exception):
+    """This memory cannot be mapped; the message says why, and which setting to change."""
+
+
+class Mapped(Protocol):
+    """Memory that a device has mapped."""
+
+    def is_over(self, event: int) -> bool:
+        """Whether the engine's work before it last recorded event `event` (from 1) is over."""
+        ...
+
+    def targets(self, order: CopyOrder) -> Sequence["Target"]:
+        """What a copy moves one after another: its sections, each of all blocks; or one."""
+        ...
+
+    def sort(self, order: CopyOrder) -> Sorted:
+        """Put a copy's blocks in order."""
+        ...
+
+
+class Target(Protocol):
+    """Memory of the engine, and which part of a page belongs there: all of it or a section."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block, with padding."""
+        ...
+
+
+class Lane(Protocol):
+    """One direction of a device; used by one thread."""
+
+    def rehearse(self) -> None:
+        """Do what the first chunk of a copy needs, without one: it is done faster a second time."""
+        ...
+
+    def chunk_bytes(self, target: Target) -> int:
+        """What a chunk of this memory should have now."""
+        ...
+
+    def start(self, target: Target, blocks: Sorted, part: slice) -> bool:
+        """Begin a chunk; False: there is no room before the oldest one has ended."""
+        ...
+
+    def wait(self) -> None:
+        """Return when the oldest chunk has ended: no byte of it moves any more."""
+        ...
+
+    def signal(self, mapped: Mapped, number: int, value: int) -> None:
+        """Have word `number` (from 1) become `value` after all chunks that have been started."""
+        ...
+
+
+class Device(Protocol):
+    """One GPU."""
+
+    @property
+    def facts(self) -> dict[str, str | int | float]:
+        """For people; and `node`, the NUMA node near it, where that is known."""
+        ...
+
+    def attach(self, order: AttachOrder) -> Mapped:
+        """Map a rank's memory.
+
+        Raises:
+            AttachError: not possible; nothing is left behind.
+        """
+        ...
+
+    def detach(self, mapped: Mapped) -> None:
+        """Unmap it; no chunk of it is under way."""
+        ...
+
+    def lane(self, direction: Direction) -> Lane:
+        """The way in this direction; called once each, in the thread that will use it."""
+        ...
+
+    def prepare_pool(self, note: Callable[[bytes], None]) -> None:
+        """What makes copies of the pool fast and can be done while they run already."""
+        ...
