@@ -142,6 +142,12 @@ def test_pieces_are_the_blocks_bytes(name: str) -> None:
     for block in range(B):
         assert gathered(plan, block) == reference(tensors, block, where)
     assert plan.page_bytes == sum(page_bytes(tensors).values())
+    begin = 0
+    for layer, tensor in tensors.items():  # each layer's bytes end where it is said
+        end = plan.layer_ends[layer]
+        assert gathered(plan, 1)[begin:end] == reference({layer: tensor}, 1, where)
+        begin = end
+    assert begin == plan.page_bytes
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -215,6 +221,7 @@ def test_shared_and_repeated_tensors_count_once() -> None:
     tensor = filled(torch.empty(B, H, N, 2 * D), 0)
     plan = pieces({"l0": tensor, "l1": tensor}, B, tensor[0].numel() * 4)
     assert len(plan.pieces) == 1
+    assert plan.layer_ends == {"l0": plan.page_bytes, "l1": plan.page_bytes}
 
 
 def test_pages_of_other_layouts_have_other_names() -> None:

@@ -13,10 +13,12 @@ from trikv.core.chunks import (
     AGING_BYTES_S,
     Ring,
     chunk_blocks,
+    cut,
     next_copy,
     page_runs,
     piece_runs,
     sort,
+    tall_runs,
 )
 
 PAGE = 16
@@ -72,6 +74,41 @@ def test_page_runs_cover_the_pages_and_stay_in_their_slab(pages: list[int], cut:
         assert all(start // SLAB == (start + size - 1) // SLAB for _, start, size in runs)
         joints = [(a[1] + a[2], b[1]) for a, b in pairwise(runs)]
         assert all(end != begin or begin % SLAB == 0 for end, begin in joints), "neighbours meet"
+
+
+@given(
+    pages=st.lists(st.integers(0, 60), min_size=1, max_size=60, unique=True),
+    least=st.integers(1, 6),
+)
+def test_tall_runs_and_the_rest_are_all_pages_once(pages: list[int], least: int) -> None:
+    offsets = np.array(sorted(pages), np.int64) * PAGE
+    heads = sort(offsets.astype(np.int32), offsets, page_bytes=PAGE, slab_bytes=SLAB).heads
+    runs, rest = tall_runs(offsets, heads, least=least)
+    covered = {at: int(offsets[at]) for at in rest.tolist()}
+    for first, start, height in runs.tolist():
+        assert height >= least
+        assert start // SLAB == (start + height * PAGE - 1) // SLAB
+        assert not covered.keys() & set(range(first, first + height))
+        covered |= {first + n: start + n * PAGE for n in range(height)}
+    assert covered == dict(enumerate(offsets.tolist()))
+    assert least > 1 or not len(rest)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    ends=st.sets(st.integers(1, 72), max_size=5),
+)
+def test_parts_of_a_page_have_all_of_its_bytes_in_order(lengths: list[int], ends: set[int]) -> None:
+    size = np.array(lengths, np.int64)
+    page = int(size.sum())
+    cuts = sorted({0, page} | {one for one in ends if one < page})
+    found = []
+    for begin, end in pairwise(cuts):
+        which, skip, count = (one.tolist() for one in cut(size, begin, end))
+        part = [(w, s + n) for w, s, c in zip(which, skip, count, strict=True) for n in range(c)]
+        assert len(part) == end - begin
+        found += part
+    assert found == [(which, n) for which, one in enumerate(lengths) for n in range(one)]
 
 
 @given(

@@ -100,6 +100,9 @@ def test_register() -> None:
     assert (call.groups[0].block_count, call.groups[0].layout) == (4, "f32")
     assert [one.replicas for one in call.groups] == [1, 1], "as callers that do not know of it mean"
     assert read("register", groups=[group(replicas=8)]).groups[0].replicas == 8
+    assert [one.sections for one in call.groups] == [(), ()], "likewise"
+    cut = group(pieces=[piece(), piece()], sections=[7, 16])
+    assert read("register", groups=[cut]).groups[0].sections == (7, 16)
     assert (call.fence_address, call.fence_count) == (1 << 41, 4)
 
 
@@ -123,6 +126,8 @@ def test_load() -> None:
     call = read("load")
     assert (call.rank, call.lease, call.first, call.budget_s) == (1, 1 << 63, 2, 1.5)
     assert call.blocks.tolist() == [0, 0]
+    assert not call.is_ordered, "as callers that do not know of it mean"
+    assert read("load", ordered=True).is_ordered
 
 
 # -- bounds: what is changed, for the last value that is taken and the first that is not
@@ -183,6 +188,16 @@ BOUNDS: list[tuple[str, Facts, Facts]] = [
     ("register", {"groups": [group(layout="l")]}, {"groups": [group(layout="")]}),
     ("register", {"groups": [group(replicas=1)]}, {"groups": [group(replicas=0)]}),
     ("register", {"groups": [group(replicas=64)]}, {"groups": [group(replicas=65)]}),
+    ("register", {"groups": [group(sections=[8])]}, {"groups": [group(sections=[9])]}),
+    ("register", {"groups": [group(sections=[1, 8])]}, {"groups": [group(sections=[1, 7])]}),
+    ("register", {"groups": [group(sections=[1, 8])]}, {"groups": [group(sections=[8, 8])]}),
+    ("register", {"groups": [group(sections=[1, 8])]}, {"groups": [group(sections=[0, 8])]}),
+    ("register", {"groups": [group(sections=[1, 8])]}, {"groups": [group(sections=[9, 8])]}),
+    (
+        "register",
+        {"groups": [group(pieces=[piece(bytes=9)], sections=[*range(1, 8), 9])]},
+        {"groups": [group(pieces=[piece(bytes=9)], sections=[*range(1, 10)])]},
+    ),
     ("register", {"fences": FENCES}, {"fences": {**FENCES, "count": 65_537}}),
     ("register", {"fences": {"count": 0}}, {"fences": {"count": (1 << 32) - 1}}),
     ("query", {"request": "r" * 512}, {"request": "r" * 513}),

@@ -84,6 +84,7 @@ class Rank:
     number: int = 0
     ranks: int = 1
     replicas: int = 1
+    sections: tuple[int, ...] = ()
     session: Session = field(init=False)
     memory: NDArray[np.uint8] = field(init=False)
     events: mmap.mmap = field(init=False)
@@ -117,7 +118,7 @@ class Rank:
                 Range(ALLOCATION_BYTES_MAX, len(self.memory)),
                 Range(2 * ALLOCATION_BYTES_MAX, len(self.word_memory)),
             ),
-            (GroupPieces(self.blocks, self.pieces, "bytes", self.replicas),),
+            (GroupPieces(self.blocks, self.pieces, "bytes", self.replicas, self.sections),),
             0,
             0,
             gpu,

@@ -215,10 +215,18 @@ def test_events_are_recorded_in_turns() -> None:
     assert events.handles == [bytes([at]) * 64 for at in range(3)]
 
 
-@given(count=st.integers(0, 50), cuts=st.lists(st.integers(1, 200), min_size=1, max_size=30))
-def test_orders_survive_the_socket_however_it_cuts_them(count: int, cuts: list[int]) -> None:
+@given(
+    count=st.integers(0, 50),
+    cuts=st.lists(st.integers(1, 200), min_size=1, max_size=30),
+    is_ordered=st.booleans(),
+)
+def test_orders_survive_the_socket_however_it_cuts_them(
+    *, count: int, cuts: list[int], is_ordered: bool
+) -> None:
     piece = Piece(1, 1 << 40, 1 << 20, 4096)
-    attach = frames.AttachOrder((b"h" * 64,), (b"e" * 64,), (frames.GroupOrder(9, (piece,)),))
+    attach = frames.AttachOrder(
+        (b"h" * 64,), (b"e" * 64,), (frames.GroupOrder(9, (piece,), (7, 4096)),)
+    )
     copy = frames.CopyOrder(
         7,
         2,
@@ -226,6 +234,9 @@ def test_orders_survive_the_socket_however_it_cuts_them(count: int, cuts: list[i
         3,
         np.arange(count, dtype=np.int32)[::-1],
         np.arange(count, dtype=np.int64) << 33,
+        4,
+        (1 << 32) - 1,
+        is_ordered,
     )
     mask = np.arange(count) % 3 == 0
     stream = b"".join(
@@ -248,6 +259,7 @@ def test_orders_survive_the_socket_however_it_cuts_them(count: int, cuts: list[i
     assert frames.read_attach(heard[0][2]) == attach
     got = frames.read_copy(heard[1][2])
     assert (got.attachment, got.group, got.direction, got.event) == (7, 2, copy.direction, 3)
+    assert (got.signal, got.value, got.is_ordered) == (4, (1 << 32) - 1, is_ordered)
     assert got.blocks.tolist() == copy.blocks.tolist()
     assert got.offsets.tolist() == copy.offsets.tolist()
     arrived, took_s = frames.read_ended(heard[3][2])
