@@ -117,7 +117,8 @@ async def test_a_load_that_is_stopped_never_shows_its_end(gpu: Gpu) -> None:
         _, lease = rank.query(names)
         gpu.control[fake_gpu.PAUSE_MS] = 11
         blocks = np.arange(30, 54, dtype=np.int32)
-        failed = await rank.ask(Load(0, LeaseId(lease), 0, blocks, 0.22, 0, 1, 9, True))
+        call = Load(0, LeaseId(lease), 0, blocks, 0.22, 0, 1, 9, is_ordered=True)
+        failed = await rank.ask(call)
         assert len(failed)
         assert rank.words()[0] in {0, 7, 8}
         whole = [one for one in range(24) if one not in failed]

@@ -1,0 +1,304 @@
+"""A GPU's lane on a double of CUDA: every byte of groups and sections, and when words change.
+
+The double's memory is one array; streams are queues that go on only when asked, in any order that
+events allow. What is shown of real CUDA is shown in tests/gpu.
+"""
+
+import contextlib
+import ctypes
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trikv import tiers
+from trikv.core.layout import Piece
+from trikv.core.pages import PAGE_ALIGN
+from trikv.tiers import kernels
+from trikv.tiers.frames import CopyOrder, Direction, GroupOrder
+
+BLOCKS = 24
+SLAB = 1 << 18
+POOL = 64 << 10  # addresses; the engine's memory follows, then what is allocated
+ENGINE = POOL + (2 << 20)
+FREE = ENGINE + (1 << 20)
+WORD = FREE - 64
+END = FREE + (1 << 20)
+
+
+class Cuda(ModuleType):
+    """Stands in for `trikv.tiers.gpu`."""
+
+    Handle = Any
+    CudaError = RuntimeError
+
+    def __init__(self) -> None:
+        super().__init__("trikv.tiers.gpu")
+        self.memory = np.zeros(END, np.uint8)
+        self.streams: list[deque[Callable[[], bool]]] = []
+        self.free_at = FREE
+        self.choose: Callable[[int], int] = lambda _: 0
+        self.rectangles = self.rows = 0
+        self.tables: dict[int, Any] = {}
+
+    def new_stream(self) -> int:
+        self.streams.append(deque())
+        return len(self.streams) - 1
+
+    def new_event(self) -> list[int]:
+        return [0, 0]  # recorded so often, come so often
+
+    def _put(self, stream: int, work: Callable[[], object]) -> None:
+        self.streams[stream].append(lambda: (work(), True)[1])
+
+    def record(self, event: list[int], stream: int) -> None:
+        event[0] += 1
+        number = event[0]
+        self._put(stream, lambda: event.__setitem__(1, max(event[1], number)))
+
+    def wait_in(self, stream: int, event: list[int]) -> None:
+        number = event[0]
+        self.streams[stream].append(lambda: event[1] >= number)
+
+    def wait(self, event: list[int]) -> None:
+        while event[1] < event[0]:
+            self.go_on()
+
+    def go_on(self) -> None:
+        """One thing that may come next."""
+        busy = [one for one in self.streams if one]
+        first = self.choose(len(busy))
+        assert any(one[0]() and (one.popleft(), True)[1] for one in busy[first:] + busy[:first]), (
+            "streams wait for each other"
+        )
+
+    def copy(self, targets: Any, sources: Any, sizes: Any, stream: int) -> None:
+        self.rows += len(sizes)
+        runs = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
+
+        def move() -> None:
+            for target, source, size in runs:
+                self.memory[target : target + size] = self.memory[source : source + size]
+
+        self._put(stream, move)
+
+    def copy_rectangle(
+        self,
+        device: tuple[int, int],
+        host: tuple[int, int],
+        width: int,
+        height: int,
+        stream: int,
+        *,
+        into_device: bool,
+    ) -> None:
+        assert width <= min(device[1], host[1]), "CUDA refuses it"
+        self.rectangles += 1
+        target, source = (device, host) if into_device else (host, device)
+
+        def move() -> None:
+            for row in range(height):
+                to, of = target[0] + row * target[1], source[0] + row * source[1]
+                self.memory[to : to + width] = self.memory[of : of + width]
+
+        self._put(stream, move)
+
+    def upload(self, rows: Any) -> int:
+        self.tables[len(self.tables) + 1] = rows.reshape(3, -1).astype(np.int64)
+        return len(self.tables)
+
+    def free(self, address: int) -> None:
+        pass
+
+    def allocate(self, size: int) -> int | None:
+        at, self.free_at = self.free_at, self.free_at + size
+        return at if self.free_at <= END else None
+
+    def launch(
+        self, kernel: int, grid: tuple[int, int], _threads: int, stream: int, arguments: int
+    ) -> None:
+        """As the kernel's source says; `kernel` is its width."""
+        pointers = (ctypes.c_uint64 * 8).from_address(arguments)
+        kinds = [ctypes.c_uint64, *[ctypes.c_uint32] * 3, *[ctypes.c_uint64] * 2, ctypes.c_uint32]
+        table, _, _, units, staging, pitch, into_engine = (
+            kind.from_address(at).value for kind, at in zip(kinds, pointers, strict=False)
+        )
+        ids = np.array((ctypes.c_int32 * grid[1]).from_address(pointers[7]))
+        base, stride, first = self.tables[table]
+        unit = np.arange(units)
+        piece = np.searchsorted(first, unit, side="right") - 1
+        inside = (unit - first[piece])[:, None] * kernel + np.arange(kernel)
+        far = base[piece][:, None] + ids[:, None, None] * stride[piece][:, None] + inside
+        near = staging + np.arange(grid[1])[:, None, None] * pitch
+        near = near + unit[:, None] * kernel + np.arange(kernel)
+        target, source = (far, near) if into_engine else (near, far)
+        self._put(stream, lambda: self.memory.__setitem__(target, self.memory[source]))
+
+    def write_word(self, address: int, value: int, stream: int) -> None:
+        word = np.frombuffer(np.uint32(value).tobytes(), np.uint8)
+        self._put(stream, lambda: self.memory.__setitem__(slice(address, address + 4), word))
+
+
+@contextlib.contextmanager
+def doubled() -> Iterator[tuple[Cuda, Any, Any]]:
+    """The double, and the modules `lane` and `device` as they are with it."""
+    double = Cuda()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, "trikv.tiers.gpu", double)
+        patched.setattr(tiers, "gpu", double, raising=False)
+        for name in ("lane", "device"):
+            patched.delitem(sys.modules, f"trikv.tiers.{name}", raising=False)
+            patched.setattr(tiers, name, None, raising=False)
+        try:
+            yield (
+                double,
+                import_module("trikv.tiers.lane"),
+                import_module("trikv.tiers.device"),
+            )
+        finally:
+            for name in ("lane", "device"):
+                sys.modules.pop(f"trikv.tiers.{name}", None)
+
+
+class Owner:
+    """A lane's device."""
+
+    pool_address = POOL
+    slab_bytes = SLAB
+
+    def __init__(self, staging_bytes: int) -> None:
+        self.kernels = {width: width for width in kernels.WIDTHS}
+        self.staging_bytes = staging_bytes
+
+    def register_slabs(self, offsets: Any) -> None:
+        pass
+
+    def tell(self, event: str, **facts: object) -> None:
+        pass
+
+
+def expected(
+    before: np.ndarray, pieces: list[Piece], order: CopyOrder, begin: int, end: int
+) -> np.ndarray:
+    """The memory when bytes `begin` to `end` of all pages have moved."""
+    after = before.copy()
+    into_engine = order.direction is Direction.LOAD
+    for block, offset in zip(order.blocks.tolist(), order.offsets.tolist(), strict=True):
+        at = 0
+        for piece in pieces:
+            first, last = max(at, begin), min(at + piece.bytes, end)
+            if first < last:
+                far = ENGINE + piece.offset + block * piece.stride + first - at
+                near = POOL + offset + first
+                to, of = (far, near) if into_engine else (near, far)
+                after[to : to + last - first] = before[of : of + last - first]
+            at += piece.bytes
+    return after
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    lengths=st.lists(st.sampled_from([1, 3, 16, 48, 1000, 4096, 6144]), min_size=1, max_size=6),
+    ends=st.sets(st.integers(1, 20_000), max_size=3),
+    pages=st.lists(st.integers(0, 30), min_size=1, max_size=20, unique=True),
+    into_engine=st.booleans(),
+    staging_bytes=st.sampled_from([0, 256 << 10]),
+    data=st.data(),
+)
+def test_every_byte_of_groups_and_sections(
+    *,
+    lengths: list[int],
+    ends: set[int],
+    pages: list[int],
+    into_engine: bool,
+    staging_bytes: int,
+    data: st.DataObject,
+) -> None:
+    """Against numpy; where a section has a word, it is written behind its bytes."""
+    page = sum(lengths)
+    cuts = (*sorted(one for one in ends if one < page), page)
+    pitch = -(-page // PAGE_ALIGN) * PAGE_ALIGN
+    first, pieces = 0, []
+    for size in lengths:
+        pieces.append(Piece(0, first, size + 5, size))
+        first += BLOCKS * (size + 5)
+    slab = SLAB // pitch
+    places = [one // slab * SLAB + one % slab * pitch for one in pages]
+    ids = data.draw(st.permutations(range(BLOCKS)))[: len(pages)]
+    order = CopyOrder(
+        0,
+        0,
+        Direction.LOAD if into_engine else Direction.SAVE,
+        0,
+        np.array(ids, np.int32),
+        np.array(places, np.int64),
+        is_ordered=data.draw(st.booleans()),
+    )
+    with doubled() as (cuda, lane_module, device_module):
+        lane_module.STAGING_BYTES_MIN = 1
+        cuda.choose = lambda count: data.draw(st.integers(0, count - 1))
+        cuda.memory[:] = np.random.default_rng(len(pages)).integers(0, 256, END, np.uint8)
+        cuda.memory[WORD : WORD + 4] = 0
+        for place in places:  # padding moves with a whole page, and is nobody's
+            cuda.memory[POOL + place + page : POOL + place + pitch] = 0
+        before = cuda.memory.copy()
+        group = device_module._map_group(
+            GroupOrder(BLOCKS, tuple(pieces), cuts), [ENGINE], contextlib.ExitStack()
+        )
+        mapped = lane_module.GpuMemory((), (), (group,), SLAB, WORD)
+        lane = lane_module.GpuLane(Owner(staging_bytes), into_engine=into_engine)
+        blocks = mapped.sort(order)
+        targets = mapped.targets(order)
+        assert len(targets) == (len(cuts) if order.is_ordered else 1)
+        moving = 0
+        for number, target in enumerate(targets):
+            step = data.draw(st.integers(1, 8))
+            for begin in range(0, len(pages), step):
+                part = slice(begin, min(begin + step, len(pages)))
+                while not lane.start(target, blocks, part):
+                    lane.wait()
+                    moving -= 1
+                moving += 1
+            lane.signal(mapped, 1, number + 1)
+            while int(cuda.memory[WORD : WORD + 4].view(np.uint32)[0]) <= number:
+                cuda.go_on()
+            end = cuts[number] if order.is_ordered else page
+            wanted = expected(before, pieces, order, 0, end)
+            got = cuda.memory.copy()
+            for place in places if not into_engine else ():
+                got[POOL + place + page : POOL + place + pitch] = 0
+            assert np.array_equal(got[:WORD], wanted[:WORD])
+        for _ in range(moving):
+            lane.wait()
+        assert not lane._moving
+
+
+def test_pages_side_by_side_are_a_rectangle_and_others_are_rows() -> None:
+    pieces = (Piece(0, 0, 4096, 4096), Piece(0, 1 << 18, 4096, 4096))
+    with doubled() as (cuda, lane_module, device_module):
+        lane_module.STAGING_BYTES_MIN = 1
+        order = GroupOrder(BLOCKS, pieces, (4096, 8192))
+        group = device_module._map_group(order, [ENGINE], contextlib.ExitStack())
+        mapped = lane_module.GpuMemory((), (), (group,), SLAB, WORD)
+        lane = lane_module.GpuLane(Owner(256 << 10), into_engine=True)
+        side_by_side = list(range(lane_module.TALL_PAGES))
+        places = [2 * PAGE_ALIGN * one for one in [*side_by_side, 20, 22]]
+        copy = CopyOrder(
+            0,
+            0,
+            Direction.LOAD,
+            0,
+            np.arange(len(places), dtype=np.int32),
+            np.array(places, np.int64),
+            is_ordered=True,
+        )
+        for target in mapped.targets(copy):
+            assert lane.start(target, mapped.sort(copy), slice(0, len(places)))
+        assert (cuda.rectangles, cuda.rows) == (2, 4)
