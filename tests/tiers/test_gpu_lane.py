@@ -30,7 +30,7 @@ POOL = 64 << 10  # addresses; the engine's memory follows, then what is allocate
 ENGINE = POOL + (2 << 20)
 FREE = ENGINE + (1 << 20)
 WORD = FREE - 64
-END = FREE + (1 << 20)
+END = FREE + (2 << 20)
 
 
 class Cuda(ModuleType):
@@ -206,24 +206,24 @@ def expected(
 @settings(max_examples=80, deadline=None)
 @given(
     lengths=st.lists(st.sampled_from([1, 3, 16, 48, 1000, 4096, 6144]), min_size=1, max_size=6),
-    ends=st.sets(st.integers(1, 20_000), max_size=3),
-    pages=st.lists(st.integers(0, 30), min_size=1, max_size=20, unique=True),
+    percents=st.sets(st.integers(1, 99), max_size=3),
+    pages=st.sets(st.integers(0, 30), min_size=1, max_size=20),
     into_engine=st.booleans(),
-    staging_bytes=st.sampled_from([0, 256 << 10]),
+    staging_bytes=st.sampled_from([0, 256 << 10, 1 << 20]),
     data=st.data(),
 )
 def test_every_byte_of_groups_and_sections(
     *,
     lengths: list[int],
-    ends: set[int],
-    pages: list[int],
+    percents: set[int],
+    pages: set[int],
     into_engine: bool,
     staging_bytes: int,
     data: st.DataObject,
 ) -> None:
     """Against numpy; where a section has a word, it is written behind its bytes."""
     page = sum(lengths)
-    cuts = (*sorted(one for one in ends if one < page), page)
+    cuts = (*sorted({page * one // 100 for one in percents} - {0}), page)
     pitch = -(-page // PAGE_ALIGN) * PAGE_ALIGN
     first, pieces = 0, []
     for size in lengths:
@@ -239,10 +239,10 @@ def test_every_byte_of_groups_and_sections(
         0,
         np.array(ids, np.int32),
         np.array(places, np.int64),
-        is_ordered=data.draw(st.booleans()),
+        is_ordered=data.draw(st.sampled_from([True, True, False])),
     )
     with doubled() as (cuda, lane_module, device_module):
-        lane_module.STAGING_BYTES_MIN = 1
+        lane_module.STAGING_BYTES_MIN, lane_module.TALL_PAGES = 1, 3
         cuda.choose = lambda count: data.draw(st.integers(0, count - 1))
         cuda.memory[:] = np.random.default_rng(len(pages)).integers(0, 256, END, np.uint8)
         cuda.memory[WORD : WORD + 4] = 0
@@ -259,7 +259,7 @@ def test_every_byte_of_groups_and_sections(
         assert len(targets) == (len(cuts) if order.is_ordered else 1)
         moving = 0
         for number, target in enumerate(targets):
-            step = data.draw(st.integers(1, 8))
+            step = data.draw(st.integers(1, 20))
             for begin in range(0, len(pages), step):
                 part = slice(begin, min(begin + step, len(pages)))
                 while not lane.start(target, blocks, part):

@@ -290,18 +290,14 @@ class GpuLane:
         runs, rest = tall_runs(offsets, heads, least=TALL_PAGES)
         first = self._device.pool_address + group.at
         for page, offset, height in runs.tolist():
-            near, far = (
-                (staging + page * group.pitch, group.pitch),
-                (first + offset, group.page_pitch),
-            )
-            gpu.copy_rectangle(
-                near, far, group.page_bytes, height, self._bus, into_device=self._into_engine
-            )
+            near = (staging + page * group.pitch, group.pitch)
+            far = (first + offset, group.page_pitch)
+            way, size = self._into_engine, (group.page_bytes, height)
+            gpu.copy_rectangle(near, far, *size, self._bus, into_device=way)
         if len(rest):
+            near_rows, far_rows = staging + rest * group.pitch, offsets[rest] + group.at
             sizes = np.full(len(rest), group.page_bytes)
-            self._move(
-                np.column_stack((staging + rest * group.pitch, offsets[rest] + group.at, sizes))
-            )
+            self._move(np.column_stack((near_rows, far_rows, sizes)))
 
     def _move(self, runs: Runs) -> None:
         """Ask the copy engine; columns are addresses on the GPU, offsets in the pool, bytes."""
