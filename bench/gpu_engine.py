@@ -164,7 +164,12 @@ def rows(tensor: torch.Tensor, blocks: int, ids: list[int]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def gpu_engine(
-    address: str, tensors: Tensors, blocks: int, *, model: str = "bench"
+    address: str,
+    tensors: Tensors,
+    blocks: int,
+    *,
+    model: str = "bench",
+    waits_by_layer: bool = False,
 ) -> Iterator[GpuEngine]:
     """Register tensors as one rank's, and declare its engine."""
     torch.cuda.synchronize()
@@ -173,7 +178,7 @@ def gpu_engine(
     log = logging.getLogger("bench")
     settings = Settings("bench", address)
     worker_client, scheduler_client = Client(settings, log), Client(settings, log)
-    worker = WorkerHalf(Calls(worker_client), log)
+    worker = WorkerHalf(Calls(worker_client), log, waits_by_layer=waits_by_layer)
     worker.register(name, 0, tensors, blocks, page)
     fields = [{"name": "model", "value": model}]
     declared = {"name": name, "rankCount": 1, "fields": fields}

@@ -4,9 +4,12 @@ import threading
 from typing import Any
 
 import pytest
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context, set_forward_context
 
 from tests.connector.rig import Rig
 from tests.connector.world import PROMPT, World, scenario
+from trikv.connector import engine
 from trikv.connector.layers import LoadLostError
 
 HOLD = {"trikv.hold_ms": 10_000}
@@ -94,6 +97,22 @@ def a_daemon_that_breaks_off_is_asked_again(world: World) -> dict[str, Any]:
     timer.join()
     assert rig.outputs["warm"] == cold
     assert not rig.wrong
+    return {}
+
+
+@scenario
+def a_forward_s_context_says_whether_hooks_are_called(world: World) -> dict[str, Any]:
+    """The real one: full graphs and microbatches are told from what leaves layers to Python."""
+    config = world.rig(extra=HOLD).config
+    modes = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+    seen = []
+    for metadata, slices in (({"layer": object()}, None), (None, None), ([{}, {}], [1, 2])):
+        for mode in modes:
+            with set_forward_context(
+                metadata, config, cudagraph_runtime_mode=mode, ubatch_slices=slices
+            ):
+                seen.append(engine.forward_mode(get_forward_context()))
+    assert seen == ["NONE", "PIECEWISE", "", *[""] * 6], seen
     return {}
 
 

@@ -4,12 +4,16 @@ import os
 import signal
 import time
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from bench.gpu_engine import gpu_engine
+from bench.gpu_engine import GpuEngine, gpu_engine
 from tests.gpu.test_gpu import saved_hashes, status, tensors_of
 from tests.integration.daemons import RunningDaemon
+from trikv.connector import layers
 from trikv.connector.calls import pack
 from trikv.connector.jobs import LoadJob
 
@@ -46,20 +50,118 @@ def test_a_forward_behind_a_held_load_reads_what_was_loaded(
             assert engine.worker.take_invalid() == set()
 
 
+def believe(engine: GpuEngine) -> None:
+    """A forward in which every layer's hook is called."""
+    engine.worker.start_loads([], "NONE")
+    for layer in engine.tensors:
+        engine.worker.launched(layer)
+    engine.worker.start_saves([])
+    engine.worker.finished()
+    assert engine.worker._overlap.layers is not None
+    assert engine.worker._overlap.layers._trusted == {"NONE"}
+
+
+def forward(engine: GpuEngine, first: int) -> tuple[list[torch.Tensor], list[torch.cuda.Event]]:
+    """Each layer's blocks from `first` on as it read them, and an event behind that."""
+    read, events = [], []
+    for layer, tensor in engine.tensors.items():
+        engine.worker.launched(layer)
+        read.append(tensor[first:].clone())
+        events.append(torch.cuda.Event())
+        events[-1].record()
+    engine.worker.start_saves([])
+    return read, events
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+def test_layers_read_what_was_loaded_while_later_ones_still_come(
+    daemon: RunningDaemon, *, is_started: bool
+) -> None:
+    blocks, count = 2 * 256, 256
+    tensors = tensors_of(blocks, 16)
+    with gpu_engine(daemon.address, tensors, blocks, waits_by_layer=True) as engine:
+        name = f"layers {is_started}"
+        engine.save(name, list(range(count)))
+        blob = saved_hashes(engine, name, count)
+        believe(engine)
+        ids = pack(range(count, blocks))
+        for turn in range(1, 6):
+            for one in tensors.values():
+                one[count:] = 0
+            torch.cuda.synchronize()
+            answer = engine.scheduler.query(name, 32, blob).result(10)
+            job = LoadJob(name, answer.lease, 0, ids, turn, 8 * turn + 1, 32, blob)
+            if is_started:
+                engine.worker.begin(job)
+            engine.worker.start_loads([job], "NONE")
+            read, events = forward(engine, count)
+            while not events[0].query():
+                pass
+            assert not events[-1].query(), "all came at once: nothing shown"
+            assert engine.worker.finished() == (set(), set())
+            torch.cuda.synchronize()
+            for one, seen in zip(tensors.values(), read, strict=True):
+                assert torch.equal(seen, one[:count])
+            assert engine.worker.take_invalid() == set()
+
+
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@given(
+    sizes=st.lists(st.sampled_from([1, 6, 8, 48, 1000, 4096, 70_000]), min_size=2, max_size=20),
+    padding=st.sampled_from([0, 1, 16]),
+    count=st.sampled_from([1, 5, 20]),
+    data=st.data(),
+)
+def test_sections_of_random_layouts_against_numpy(
+    *, daemon: RunningDaemon, sizes: list[int], padding: int, count: int, data: st.DataObject
+) -> None:
+    """Pages of few blocks move as rows, those of many as rectangles."""
+    blocks = 2 * count + 3
+    wide = [torch.randint(0, 255, (blocks, n + padding), device="cuda").byte() for n in sizes]
+    tensors = {f"l{at}": one[:, :n] for at, (one, n) in enumerate(zip(wide, sizes, strict=True))}
+    order = data.draw(st.permutations(range(blocks)))
+    source, target = list(order[:count]), list(order[count : 2 * count])
+    wanted = [view.cpu().numpy().copy() for view in tensors.values()]
+    for one in wanted:
+        one[target] = one[source]
+    model = f"sections {sizes}{padding}{count}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "LAYERS_MIN", 1)
+        patch.setattr(layers, "ORDERED_BYTES_MIN", 1)
+        with gpu_engine(
+            daemon.address, tensors, blocks, model=model, waits_by_layer=True
+        ) as engine:
+            name = f"{model}{order}"
+            engine.save(name, source)
+            blob = saved_hashes(engine, name, count)
+            believe(engine)
+            answer = engine.scheduler.query(name, 32, blob).result(10)
+            job = LoadJob(name, answer.lease, 0, pack(target), 1, 9, 32, blob)
+            engine.worker.start_loads([job], "NONE")
+            read, _ = forward(engine, 0)
+            assert engine.worker.finished() == (set(), set())
+            torch.cuda.synchronize()
+    for one, seen in zip(wanted, read, strict=True):
+        assert np.array_equal(seen.cpu().numpy(), one)
+
+
+@pytest.mark.parametrize("way", ["", "NONE"])
 def test_a_copier_that_dies_under_a_held_load_costs_no_byte_and_frees_the_stream(
-    daemon: RunningDaemon,
+    daemon: RunningDaemon, way: str
 ) -> None:
     blocks, count = 2 * 1024, 1024
     tensors = tensors_of(blocks, 8)
-    with gpu_engine(daemon.address, tensors, blocks) as engine:
-        engine.save("dies", list(range(count)))
-        blob = saved_hashes(engine, "dies", count)
-        answer = engine.scheduler.query("dies", 32, blob).result(10)
-        job = LoadJob("dies", answer.lease, 0, pack(range(count, blocks)), 1, 2, 32, blob)
+    with gpu_engine(daemon.address, tensors, blocks, waits_by_layer=True) as engine:
+        name = f"dies {way}"
+        engine.save(name, list(range(count)))
+        blob = saved_hashes(engine, name, count)
+        believe(engine)
+        answer = engine.scheduler.query(name, 32, blob).result(10)
+        job = LoadJob(name, answer.lease, 0, pack(range(count, blocks)), 1, 9, 32, blob)
         pid = status(daemon)["copiers"][0]["pid"]
-        engine.worker.start_loads([job])
+        engine.worker.start_loads([job], way)
         os.kill(pid, signal.SIGKILL)
-        read = [one[count:].clone() for one in tensors.values()]
+        read, _ = forward(engine, count)
         assert engine.worker.finished() == (set(), set())  # or it raises, and the engine ends
         torch.cuda.synchronize()
         assert status(daemon)["copiers"][0]["pid"] != pid

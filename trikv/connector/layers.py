@@ -106,6 +106,7 @@ class Layers:
         self._called.clear()
         self._held.append(job)
         self._words.hold(job.signal, self._value(job, 0))
+        self._waited = {self._words.stream: 0}  # with all loads before it
         return True
 
     def called(self, layer: str) -> None:
