@@ -8,7 +8,7 @@ import contextlib
 import ctypes
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -203,6 +203,23 @@ def expected(
     return after
 
 
+def order_of(
+    ids: Sequence[int], places: Sequence[int], *, into_engine: bool, is_ordered: bool
+) -> CopyOrder:
+    way = Direction.LOAD if into_engine else Direction.SAVE
+    blocks, offsets = np.array(ids, np.int32), np.array(places, np.int64)
+    return CopyOrder(0, 0, way, 0, blocks, offsets, is_ordered=is_ordered)
+
+
+def pieces_of(lengths: list[int]) -> list[Piece]:
+    """Rows with a gap, one piece's behind the other's."""
+    ends = np.cumsum([BLOCKS * (size + 5) for size in lengths]).tolist()
+    return [
+        Piece(0, end - BLOCKS * (size + 5), size + 5, size)
+        for end, size in zip(ends, lengths, strict=True)
+    ]
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     lengths=st.lists(st.sampled_from([1, 3, 16, 48, 1000, 4096, 6144]), min_size=1, max_size=6),
@@ -225,22 +242,12 @@ def test_every_byte_of_groups_and_sections(
     page = sum(lengths)
     cuts = (*sorted({page * one // 100 for one in percents} - {0}), page)
     pitch = -(-page // PAGE_ALIGN) * PAGE_ALIGN
-    first, pieces = 0, []
-    for size in lengths:
-        pieces.append(Piece(0, first, size + 5, size))
-        first += BLOCKS * (size + 5)
+    pieces = pieces_of(lengths)
     slab = SLAB // pitch
     places = [one // slab * SLAB + one % slab * pitch for one in pages]
     ids = data.draw(st.permutations(range(BLOCKS)))[: len(pages)]
-    order = CopyOrder(
-        0,
-        0,
-        Direction.LOAD if into_engine else Direction.SAVE,
-        0,
-        np.array(ids, np.int32),
-        np.array(places, np.int64),
-        is_ordered=data.draw(st.sampled_from([True, True, False])),
-    )
+    is_ordered = data.draw(st.sampled_from([True, True, False]))
+    order = order_of(ids, places, into_engine=into_engine, is_ordered=is_ordered)
     with doubled() as (cuda, lane_module, device_module):
         lane_module.STAGING_BYTES_MIN, lane_module.TALL_PAGES = 1, 3
         cuda.choose = lambda count: data.draw(st.integers(0, count - 1))
@@ -290,15 +297,7 @@ def test_pages_side_by_side_are_a_rectangle_and_others_are_rows() -> None:
         lane = lane_module.GpuLane(Owner(256 << 10), into_engine=True)
         side_by_side = list(range(lane_module.TALL_PAGES))
         places = [2 * PAGE_ALIGN * one for one in [*side_by_side, 20, 22]]
-        copy = CopyOrder(
-            0,
-            0,
-            Direction.LOAD,
-            0,
-            np.arange(len(places), dtype=np.int32),
-            np.array(places, np.int64),
-            is_ordered=True,
-        )
+        copy = order_of(range(len(places)), places, into_engine=True, is_ordered=True)
         for target in mapped.targets(copy):
             assert lane.start(target, mapped.sort(copy), slice(0, len(places)))
         assert (cuda.rectangles, cuda.rows) == (2, 4)
