@@ -19,6 +19,7 @@ from trikv.options import (
     read_names,
     read_paths,
     size,
+    size_or_auto,
 )
 
 
@@ -53,7 +54,7 @@ class Settings:
     record_trace: str | None
     trace_block_tokens: int
     copy_threads: int
-    gpu_staging: int
+    gpu_staging: int | None
     lease_seconds: float
     heartbeat_seconds: float
     fill_seconds: float
@@ -237,10 +238,10 @@ OPTIONS: Final = (
     ),
     Option(
         "gpu-staging",
-        size(1 << 20),
-        384 << 20,
-        "GPU memory in which scattered pieces of blocks are gathered, on each GPU with engines; "
-        "both directions together",
+        size_or_auto(1 << 20),
+        None,
+        "memory of each GPU with engines in which pieces of blocks are gathered, both directions "
+        "together; auto: a 64th of the GPU's. The more, the less copies slow a busy engine",
     ),
     Option(
         "lease-seconds",

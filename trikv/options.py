@@ -93,6 +93,12 @@ def size(low: int) -> Callable[[str], int]:
     return read
 
 
+def size_or_auto(low: int) -> Callable[[str], int | None]:
+    """Reads sizes that are not too small, or `auto` (None)."""
+    read_size = size(low)
+    return lambda text: None if text == "auto" else read_size(text)
+
+
 def read_durations(text: str) -> tuple[float, ...]:
     """Read `15m,1h,24h`, shortest first.
 

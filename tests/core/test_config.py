@@ -40,7 +40,7 @@ GOOD: dict[str, tuple[str, object, str, object]] = {  # two values of each: text
     "record-trace": ("/t.jsonl", "/t.jsonl", "t", "t"),
     "trace-block-tokens": ("1", 1, "1048576", 1 << 20),
     "copy-threads": ("1", 1, "64", 64),
-    "gpu-staging": ("1mb", 1 << 20, "2gb", 2 << 30),
+    "gpu-staging": ("auto", None, "2gb", 2 << 30),
     "lease-seconds": ("1", 1.0, "3600", 3600.0),
     "heartbeat-seconds": ("0.5", 0.5, "3600", 3600.0),
     "fill-seconds": ("1", 1.0, "3600.0", 3600.0),

@@ -6,6 +6,7 @@ events allow. What is shown of real CUDA is shown in tests/gpu.
 
 import contextlib
 import ctypes
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -157,11 +158,9 @@ def doubled() -> Iterator[tuple[Cuda, Any, Any]]:
             patched.delitem(sys.modules, f"trikv.tiers.{name}", raising=False)
             patched.setattr(tiers, name, None, raising=False)
         try:
-            yield (
-                double,
-                import_module("trikv.tiers.lane"),
-                import_module("trikv.tiers.device"),
-            )
+            lane = import_module("trikv.tiers.lane")
+            lane.LATE_S = math.inf  # this machine's time says nothing: tests say what is busy
+            yield double, lane, import_module("trikv.tiers.device")
         finally:
             for name in ("lane", "device"):
                 sys.modules.pop(f"trikv.tiers.{name}", None)
@@ -220,6 +219,17 @@ def pieces_of(lengths: list[int]) -> list[Piece]:
     ]
 
 
+def begin_all(lane: Any, target: Any, blocks: Any, step: int) -> int:
+    """Begin a section's chunks; returns how many more are under way now."""
+    more, count = 0, len(blocks.blocks)
+    for begin in range(0, count, step):
+        while not lane.start(target, blocks, slice(begin, min(begin + step, count))):
+            lane.wait()
+            more -= 1
+        more += 1
+    return more
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     lengths=st.lists(st.sampled_from([1, 3, 16, 48, 1000, 4096, 6144]), min_size=1, max_size=6),
@@ -227,6 +237,7 @@ def pieces_of(lengths: list[int]) -> list[Piece]:
     pages=st.sets(st.integers(0, 30), min_size=1, max_size=20),
     into_engine=st.booleans(),
     staging_bytes=st.sampled_from([0, 256 << 10, 1 << 20]),
+    is_busy=st.booleans(),
     data=st.data(),
 )
 def test_every_byte_of_groups_and_sections(
@@ -236,13 +247,13 @@ def test_every_byte_of_groups_and_sections(
     pages: set[int],
     into_engine: bool,
     staging_bytes: int,
+    is_busy: bool,
     data: st.DataObject,
 ) -> None:
     """Against numpy; where a section has a word, it is written behind its bytes."""
-    page = sum(lengths)
+    page, pieces = sum(lengths), pieces_of(lengths)
     cuts = (*sorted({page * one // 100 for one in percents} - {0}), page)
     pitch = -(-page // PAGE_ALIGN) * PAGE_ALIGN
-    pieces = pieces_of(lengths)
     slab = SLAB // pitch
     places = [one // slab * SLAB + one % slab * pitch for one in pages]
     ids = data.draw(st.permutations(range(BLOCKS)))[: len(pages)]
@@ -261,30 +272,27 @@ def test_every_byte_of_groups_and_sections(
         )
         mapped = lane_module.GpuMemory((), (), (group,), SLAB, WORD)
         lane = lane_module.GpuLane(Owner(staging_bytes), into_engine=into_engine)
-        blocks = mapped.sort(order)
-        targets = mapped.targets(order)
+        lane._busy_until_s = math.inf if is_busy else -math.inf
+        blocks, targets = mapped.sort(order), mapped.targets(order)
         assert len(targets) == (len(cuts) if order.is_ordered else 1)
         moving = 0
+        is_late = data.draw(st.booleans())  # words are asked for when all is under way
         for number, target in enumerate(targets):
-            step = data.draw(st.integers(1, 20))
-            for begin in range(0, len(pages), step):
-                part = slice(begin, min(begin + step, len(pages)))
-                while not lane.start(target, blocks, part):
-                    lane.wait()
-                    moving -= 1
-                moving += 1
+            moving += begin_all(lane, target, blocks, data.draw(st.integers(1, 20)))
+            if is_late and number + 1 < len(targets):
+                continue
             lane.signal(mapped, 1, number + 1)
             while int(cuda.memory[WORD : WORD + 4].view(np.uint32)[0]) <= number:
                 cuda.go_on()
             end = cuts[number] if order.is_ordered else page
-            wanted = expected(before, pieces, order, 0, end)
             got = cuda.memory.copy()
             for place in places if not into_engine else ():
                 got[POOL + place + page : POOL + place + pitch] = 0
-            assert np.array_equal(got[:WORD], wanted[:WORD])
+            assert np.array_equal(got[:WORD], expected(before, pieces, order, 0, end)[:WORD])
         for _ in range(moving):
             lane.wait()
         assert not lane._moving
+        assert not lane._landing
 
 
 def test_pages_side_by_side_are_a_rectangle_and_others_are_rows() -> None:
@@ -301,3 +309,58 @@ def test_pages_side_by_side_are_a_rectangle_and_others_are_rows() -> None:
         for target in mapped.targets(copy):
             assert lane.start(target, mapped.sort(copy), slice(0, len(places)))
         assert (cuda.rectangles, cuda.rows) == (2, 4)
+
+
+CHUNKS = 16
+
+
+def _busy_lane(cuda: Cuda, lane_module: Any, device_module: Any, *, into_engine: bool) -> Any:
+    """A lane whose staging has room for eight chunks of a block, and what begins one."""
+    cuda.memory[:] = np.random.default_rng(1).integers(0, 256, END, np.uint8)
+    lane_module.STAGING_BYTES_MIN = 1
+    order = GroupOrder(BLOCKS, (Piece(0, 0, 4096, 4096),), ())
+    group = device_module._map_group(order, [ENGINE], contextlib.ExitStack())
+    mapped = lane_module.GpuMemory((), (), (group,), SLAB, WORD)
+    places = [2 * PAGE_ALIGN * one for one in range(CHUNKS)]
+    copy = order_of(range(CHUNKS), places, into_engine=into_engine, is_ordered=False)
+    lane = lane_module.GpuLane(Owner(8 * PAGE_ALIGN), into_engine=into_engine)
+    (target,) = mapped.targets(copy)
+    blocks = mapped.sort(copy)
+    return lane, lambda at: lane.start(target, blocks, slice(at, at + 1))
+
+
+@pytest.mark.parametrize("into_engine", [False, True])
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_kernels_of_a_busy_gpu_come_in_bunches(*, into_engine: bool, is_busy: bool) -> None:
+    """Each change between two processes costs the engine; a GPU that is ours has no others."""
+    with doubled() as (cuda, lane_module, device_module):
+        lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=into_engine)
+        lane._busy_until_s = math.inf if is_busy else -math.inf
+        launch, bunches = cuda.launch, [0]
+
+        def count(*args: Any) -> None:
+            if is_busy and into_engine:  # it does not wait for its bytes on the GPU
+                pointers = (ctypes.c_uint64 * 8).from_address(args[-1])
+                staging = ctypes.c_uint64.from_address(pointers[4]).value
+                page = POOL + ctypes.c_int32.from_address(pointers[7]).value * 2 * PAGE_ALIGN
+                assert np.array_equal(cuda.memory[staging:][:4096], cuda.memory[page:][:4096])
+            bunches[-1] += 1
+            launch(*args)
+
+        cuda.launch = count  # type: ignore[method-assign]
+        started = ended = 0
+        while ended < CHUNKS:
+            while started < CHUNKS and begin(started):
+                started += 1
+            if bunches[-1]:
+                bunches.append(0)
+            lane.wait()
+            ended += 1
+        sizes = [one for one in bunches if one]
+        assert sum(sizes) == CHUNKS
+        if not is_busy:
+            assert max(sizes[1:]) <= 2, sizes
+        elif into_engine:
+            assert sizes == [4, 4, 4, 4]
+        else:
+            assert sizes == [8, 4, 4]

@@ -50,7 +50,7 @@ class PoolPlace:
     fd: int
     bytes: int
     slab_bytes: int
-    staging_bytes: int  # of GPU memory, for each direction
+    staging_bytes: int  # of GPU memory, for each direction; 0: the device's choice
 
 
 Command = Callable[[str, PoolPlace, Sequence[int]], Sequence[str]]

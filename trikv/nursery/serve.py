@@ -129,7 +129,7 @@ def build(settings: Settings, opened: Opened, guard: FreezeGuard | None) -> Daem
         shared=peering.shared if peering is not None else None,
         remote=peering.remote if peering is not None else None,
     )
-    staging_bytes = settings.gpu_staging // 2 // PAGE_ALIGN * PAGE_ALIGN  # a direction
+    staging_bytes = (settings.gpu_staging or 0) // 2 // PAGE_ALIGN * PAGE_ALIGN  # a direction
     place = PoolPlace(pool.fd, pool.bytes, cache.pages.slab_bytes, staging_bytes)
     copiers = Copiers(place, cuda_refusal())
     host = HostMemory(pool.address, threads=settings.copy_threads, freeze_s=settings.freeze_seconds)

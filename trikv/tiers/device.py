@@ -32,6 +32,7 @@ from trikv.tiers.numa import node_of
 
 DIRECT_BYTES: Final = 512 << 10
 """Pieces of this size and more are worth a request to the copy engine each."""
+STAGING_PART: Final = 64  # of the GPU's memory, both directions together
 CAPABILITY_MIN: Final = 70
 SWITCH_S: Final = 0.0005
 
@@ -243,10 +244,15 @@ def open_device(uuid: bytes, pool: mmap.mmap, *, slab_bytes: int, staging_bytes:
         np.frombuffer(pool, np.uint8).ctypes.data,
         len(pool),
         slab_bytes,
-        staging_bytes,
+        staging_bytes or staging_part(gpu.memory_bytes(found)),
         begin_s,
         node_of(gpu.pci_address(found)),
     )
+
+
+def staging_part(memory_bytes: int) -> int:
+    """Bytes of staging for a direction, of a GPU with so much memory, where nobody has said."""
+    return memory_bytes // (2 * STAGING_PART) // PAGE_ALIGN * PAGE_ALIGN
 
 
 def main() -> None:

@@ -70,6 +70,11 @@ def describe(device: Handle) -> tuple[str, int]:
     return name, 10 * version[0] + version[1]
 
 
+def memory_bytes(device: Handle) -> int:
+    """Of the whole device."""
+    return int(_ok(driver.cuDeviceTotalMem(device)))
+
+
 def pci_address(device: Handle) -> str:
     """Where the kernel lists it, `0000:3b:00.0`."""
     kinds = driver.CUdevice_attribute

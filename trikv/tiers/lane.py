@@ -10,8 +10,9 @@ waits.
 Of a section, whose parts of pages are no neighbours in the pool, a run of pages is a rectangle.
 
 Two processes' kernels share a busy GPU by time slices of about 2 ms: each chunk may wait that long
-for its kernel, and each kernel costs the engine a switch. So chunks are small while the GPU is ours
-and large when kernels are seen to wait, and pieces that the copy engine is good at need none.
+for its kernel, and each change between them costs the engine a tenth of a millisecond. So chunks
+are small while the GPU is ours; when kernels are seen to wait, chunks are larger, kernels are
+launched in bunches of half of the staging, and pieces that the copy engine is good at need none.
 """
 
 import time
@@ -32,6 +33,8 @@ from trikv.tiers.frames import CopyOrder
 
 CHUNK_BYTES: Final = 16 << 20
 CHUNK_BYTES_BUSY: Final = 64 << 20
+CHUNKS_BUSY: Final = 4
+"""So many chunks of a busy GPU fit into the staging, at least."""
 BUS_BYTES_S: Final = 40e9
 LATE_S: Final = 0.001
 """A chunk that ends so much later than the bus needs has waited for the GPU's other users."""
@@ -121,7 +124,7 @@ class GpuMemory:
         return sort(order.blocks, order.offsets, page_bytes=pitch, slab_bytes=self.slab_bytes)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Moving:
     """A chunk under way."""
 
@@ -129,6 +132,17 @@ class _Moving:
     between: gpu.Handle | None  # the two steps of a staged chunk; None: direct
     bytes: int
     due_s: float  # when it has ended, if only the bus holds it up
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Landing:
+    """A chunk that the bus brings, whose kernel has not been launched."""
+
+    moving: _Moving
+    there: gpu.Handle
+    group: Group
+    ids: NDArray[np.int32]
+    staging: int
 
 
 class GpuLane:
@@ -140,6 +154,8 @@ class GpuLane:
         self._bus, self._cores = gpu.new_stream(), gpu.new_stream()
         self._events: list[gpu.Handle] = []
         self._moving: deque[_Moving] = deque()
+        self._landing: deque[_Landing] = deque()
+        self._is_emptying = False  # the staging was full
         self._bytes = 0  # under way
         self._busy_until_s = 0.0
         self._ring = Ring(0)
@@ -170,7 +186,9 @@ class GpuLane:
     def chunk_bytes(self, target: Target) -> int:
         """See `Lane`."""
         is_direct = cast("Group", target).is_direct
-        return CHUNK_BYTES_BUSY if self._is_busy and not is_direct else CHUNK_BYTES
+        if is_direct or not self._is_busy:
+            return CHUNK_BYTES
+        return max(CHUNK_BYTES, min(CHUNK_BYTES_BUSY, self._ring.size // CHUNKS_BUSY))
 
     @property
     def _is_busy(self) -> bool:
@@ -189,6 +207,8 @@ class GpuLane:
     def wait(self) -> None:
         """See `Lane`."""
         moving = self._moving.popleft()
+        if self._landing and self._landing[0].moving is moving:
+            self._scatter_bunch()
         gpu.wait(moving.end)
         self._events.append(moving.end)
         self._bytes -= moving.bytes
@@ -204,6 +224,8 @@ class GpuLane:
 
         Chunks of one copy may have ended on either stream: the word is written behind both.
         """
+        while self._landing:
+            self._scatter(self._landing.popleft())
         behind = self._event()
         gpu.record(behind, self._bus)
         gpu.wait_in(self._cores, behind)
@@ -246,7 +268,10 @@ class GpuLane:
         offsets: Offsets,
         heads: NDArray[np.bool_],
     ) -> bool:
+        if self._is_emptying and self._is_busy and 2 * self._bytes > self._ring.size:
+            return False
         at = self._ring.take(len(ids) * group.pitch)
+        self._is_emptying = at is None
         if at is None:
             return False
         staging = self._staging + at
@@ -257,14 +282,39 @@ class GpuLane:
         else:
             self._launch(group, ids, staging)
         gpu.record(between, first)
-        gpu.wait_in(second, between)
+        moving = self._note(end, between, len(ids) * group.pitch)
         if self._into_engine:
-            self._launch(group, ids, staging)
+            landing = _Landing(moving, between, group, ids, staging)
+            if self._is_busy:
+                self._landing.append(landing)
+            else:
+                self._scatter(landing)
         else:
+            gpu.wait_in(second, between)
             self._move_pages(group, offsets, heads, staging)
-        gpu.record(end, second)
-        self._note(end, between, len(ids) * group.pitch)
+            gpu.record(end, second)
         return True
+
+    def _scatter(self, landing: _Landing) -> None:
+        """Launch its kernel, behind its bytes."""
+        gpu.wait_in(self._cores, landing.there)
+        self._launch(landing.group, landing.ids, landing.staging)
+        gpu.record(landing.moving.end, self._cores)
+
+    def _scatter_bunch(self) -> None:
+        """Launch the kernels of half of the staging, or of all that is under way, when it is there.
+
+        Meanwhile the bus fills the other half.
+        """
+        bunch, size = [], 0
+        while self._landing and 2 * size < self._ring.size:
+            bunch.append(self._landing.popleft())
+            size += bunch[-1].moving.bytes
+        gpu.wait(bunch[-1].there)
+        now_s = time.perf_counter()
+        for landing in bunch:
+            self._scatter(landing)
+            landing.moving.due_s = now_s  # what it has waited for until now was our own choice
 
     def _start_direct(self, group: Group, ids: NDArray[np.int32], offsets: Offsets) -> bool:
         size = len(ids) * group.page_bytes
@@ -305,11 +355,12 @@ class GpuLane:
         target, source = (runs[:, 0], far) if self._into_engine else (far, runs[:, 0])
         gpu.copy(target, source, runs[:, 2], self._bus)
 
-    def _note(self, end: gpu.Handle, between: gpu.Handle | None, size: int) -> None:
+    def _note(self, end: gpu.Handle, between: gpu.Handle | None, size: int) -> _Moving:
         """A chunk is under way, behind all others."""
         self._bytes += size
         due_s = time.perf_counter() + self._bytes / BUS_BYTES_S
         self._moving.append(_Moving(end, between, size, due_s))
+        return self._moving[-1]
 
     def _launch(self, group: Group, ids: NDArray[np.int32], staging: int) -> None:
         for first in range(0, len(ids), kernels.ROWS_MAX):
