@@ -227,6 +227,7 @@ def test_a_killed_engine_s_gpu_memory_is_free_at_once(daemon: RunningDaemon, sta
     tensors = tensors_of(8)  # keeps the copier and its context alive
     with gpu_engine(daemon.address, tensors, 8, model="other") as engine:
         engine.save("before", [0, 1])
+        engine.load("before", [2, 3])  # both directions have their staging
         before = used_bytes()
         command = [sys.executable, "-m", "tests.gpu.engine_process", daemon.address, "1024"]
         child = start(command, stdout=subprocess.PIPE, cwd=Path(__file__).resolve().parents[2])

@@ -1,17 +1,9 @@
-"""A GPU's lane on a double of CUDA: every byte of groups and sections, and when words change.
-
-The double's memory is one array; streams are queues that go on only when asked, in any order that
-events allow. What is shown of real CUDA is shown in tests/gpu.
-"""
+"""A GPU's lane on a double of CUDA: every byte of groups and sections, and when words change."""
 
 import contextlib
 import ctypes
 import math
-import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,168 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trikv import tiers
+from tests.tiers.cuda_double import BLOCKS, END, ENGINE, POOL, SLAB, WORD, Cuda, Owner, doubled
 from trikv.core.layout import Piece
 from trikv.core.pages import PAGE_ALIGN
-from trikv.tiers import kernels
-from trikv.tiers.frames import CopyOrder, Direction, GroupOrder
-
-BLOCKS = 24
-SLAB = 1 << 18
-POOL = 64 << 10  # addresses; the engine's memory follows, then what is allocated
-ENGINE = POOL + (2 << 20)
-FREE = ENGINE + (1 << 20)
-WORD = FREE - 64
-END = FREE + (2 << 20)
-
-
-class Cuda(ModuleType):
-    """Stands in for `trikv.tiers.gpu`."""
-
-    Handle = Any
-    CudaError = RuntimeError
-
-    def __init__(self) -> None:
-        super().__init__("trikv.tiers.gpu")
-        self.memory = np.zeros(END, np.uint8)
-        self.streams: list[deque[Callable[[], bool]]] = []
-        self.free_at = FREE
-        self.choose: Callable[[int], int] = lambda _: 0
-        self.rectangles = self.rows = 0
-        self.tables: dict[int, Any] = {}
-
-    def new_stream(self) -> int:
-        self.streams.append(deque())
-        return len(self.streams) - 1
-
-    def new_event(self) -> list[int]:
-        return [0, 0]  # recorded so often, come so often
-
-    def _put(self, stream: int, work: Callable[[], object]) -> None:
-        self.streams[stream].append(lambda: (work(), True)[1])
-
-    def record(self, event: list[int], stream: int) -> None:
-        event[0] += 1
-        number = event[0]
-        self._put(stream, lambda: event.__setitem__(1, max(event[1], number)))
-
-    def wait_in(self, stream: int, event: list[int]) -> None:
-        number = event[0]
-        self.streams[stream].append(lambda: event[1] >= number)
-
-    def wait(self, event: list[int]) -> None:
-        while event[1] < event[0]:
-            self.go_on()
-
-    def go_on(self) -> None:
-        """One thing that may come next."""
-        busy = [one for one in self.streams if one]
-        first = self.choose(len(busy))
-        assert any(one[0]() and (one.popleft(), True)[1] for one in busy[first:] + busy[:first]), (
-            "streams wait for each other"
-        )
-
-    def copy(self, targets: Any, sources: Any, sizes: Any, stream: int) -> None:
-        self.rows += len(sizes)
-        runs = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
-
-        def move() -> None:
-            for target, source, size in runs:
-                self.memory[target : target + size] = self.memory[source : source + size]
-
-        self._put(stream, move)
-
-    def copy_rectangle(
-        self,
-        device: tuple[int, int],
-        host: tuple[int, int],
-        width: int,
-        height: int,
-        stream: int,
-        *,
-        into_device: bool,
-    ) -> None:
-        assert width <= min(device[1], host[1]), "CUDA refuses it"
-        self.rectangles += 1
-        target, source = (device, host) if into_device else (host, device)
-
-        def move() -> None:
-            for row in range(height):
-                to, of = target[0] + row * target[1], source[0] + row * source[1]
-                self.memory[to : to + width] = self.memory[of : of + width]
-
-        self._put(stream, move)
-
-    def upload(self, rows: Any) -> int:
-        self.tables[len(self.tables) + 1] = rows.reshape(3, -1).astype(np.int64)
-        return len(self.tables)
-
-    def free(self, address: int) -> None:
-        pass
-
-    def allocate(self, size: int) -> int | None:
-        at, self.free_at = self.free_at, self.free_at + size
-        return at if self.free_at <= END else None
-
-    def launch(
-        self, kernel: int, grid: tuple[int, int], _threads: int, stream: int, arguments: int
-    ) -> None:
-        """As the kernel's source says; `kernel` is its width."""
-        pointers = (ctypes.c_uint64 * 8).from_address(arguments)
-        kinds = [ctypes.c_uint64, *[ctypes.c_uint32] * 3, *[ctypes.c_uint64] * 2, ctypes.c_uint32]
-        table, _, _, units, staging, pitch, into_engine = (
-            kind.from_address(at).value for kind, at in zip(kinds, pointers, strict=False)
-        )
-        ids = np.array((ctypes.c_int32 * grid[1]).from_address(pointers[7]))
-        base, stride, first = self.tables[table]
-        unit = np.arange(units)
-        piece = np.searchsorted(first, unit, side="right") - 1
-        inside = (unit - first[piece])[:, None] * kernel + np.arange(kernel)
-        far = base[piece][:, None] + ids[:, None, None] * stride[piece][:, None] + inside
-        near = staging + np.arange(grid[1])[:, None, None] * pitch
-        near = near + unit[:, None] * kernel + np.arange(kernel)
-        target, source = (far, near) if into_engine else (near, far)
-        self._put(stream, lambda: self.memory.__setitem__(target, self.memory[source]))
-
-    def write_word(self, address: int, value: int, stream: int) -> None:
-        word = np.frombuffer(np.uint32(value).tobytes(), np.uint8)
-        self._put(stream, lambda: self.memory.__setitem__(slice(address, address + 4), word))
-
-
-@contextlib.contextmanager
-def doubled() -> Iterator[tuple[Cuda, Any, Any]]:
-    """The double, and the modules `lane` and `device` as they are with it."""
-    double = Cuda()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(sys.modules, "trikv.tiers.gpu", double)
-        patched.setattr(tiers, "gpu", double, raising=False)
-        for name in ("lane", "device"):
-            patched.delitem(sys.modules, f"trikv.tiers.{name}", raising=False)
-            patched.setattr(tiers, name, None, raising=False)
-        try:
-            lane = import_module("trikv.tiers.lane")
-            lane.LATE_S = math.inf  # this machine's time says nothing: tests say what is busy
-            yield double, lane, import_module("trikv.tiers.device")
-        finally:
-            for name in ("lane", "device"):
-                sys.modules.pop(f"trikv.tiers.{name}", None)
-
-
-class Owner:
-    """A lane's device."""
-
-    pool_address = POOL
-    slab_bytes = SLAB
-
-    def __init__(self, staging_bytes: int) -> None:
-        self.kernels = {width: width for width in kernels.WIDTHS}
-        self.staging_bytes = staging_bytes
-
-    def register_slabs(self, offsets: Any) -> None:
-        pass
-
-    def tell(self, event: str, **facts: object) -> None:
-        pass
+from trikv.tiers.frames import AttachOrder, CopyOrder, Direction, GroupOrder
 
 
 def expected(
@@ -364,3 +198,35 @@ def test_kernels_of_a_busy_gpu_come_in_bunches(*, into_engine: bool, is_busy: bo
             assert sizes == [4, 4, 4, 4]
         else:
             assert sizes == [8, 4, 4]
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_gpu_is_busy_where_a_chunk_is_late_and_not_where_this_thread_is(*, is_over: bool) -> None:
+    with doubled() as (cuda, lane_module, device_module):
+        lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=True)
+        lane_module.LATE_S = -math.inf  # so that whatever is waited for is late
+        assert begin(0)
+        while is_over and any(cuda.streams):
+            cuda.go_on()
+        lane.wait()
+        assert lane._is_busy is not is_over
+
+
+@pytest.mark.parametrize("has_words", [False, True])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_staging_is_there_before_a_stream_can_wait_for_a_load(
+    *, has_words: bool, is_early: bool
+) -> None:
+    """Whether the lanes' threads have begun by then or not; and it goes with the last rank."""
+    with doubled() as (_, lane_module, device_module):
+        lane_module.STAGING_BYTES_MIN = 1
+        facts = (POOL, 1 << 20, SLAB, 8 * PAGE_ALIGN, 0.0, 0)
+        device = device_module.GpuDevice(None, "GPU", {1: 1}, *facts)
+        group = GroupOrder(BLOCKS, (Piece(0, 0, 4096, 4096),), ())
+        order = AttachOrder((bytes(64),), (), (group,), (0, WORD) if has_words else None)
+        lanes = [device.lane(one) for one in Direction] if is_early else []
+        mapped = device.attach(order)
+        lanes = lanes or [device.lane(one) for one in Direction]
+        assert [one._ring.size for one in lanes] == 2 * [8 * PAGE_ALIGN * has_words]
+        device.detach(mapped)
+        assert [one._ring.size for one in lanes] == [0, 0]

@@ -15,6 +15,7 @@ are small while the GPU is ours; when kernels are seen to wait, chunks are large
 launched in bunches of half of the staging, and pieces that the copy engine is good at need none.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -43,8 +44,6 @@ BUSY_S: Final = 1.0
 DIRECT_WINDOW_BYTES: Final = 64 << 20
 STAGING_BYTES_MIN: Final = 16 << 20
 REHEARSED: Final = 64
-EMPTY: Final = kernels.Table(16, np.zeros(3, np.uint64), pieces=1, each=1, units=0)
-"""Of pages that have no bytes."""
 TALL_PAGES: Final = 8
 """A rectangle costs as much of the processor as some requests of a row."""
 
@@ -162,22 +161,18 @@ class GpuLane:
         self._staging = 0
         self._arguments = kernels.Arguments()
         self._is_short = False
+        self._making = threading.Lock()
 
     def rehearse(self) -> None:
         """See `Lane`: a thread that has slept needs half a millisecond for its first chunk.
 
-        Nothing is staged then: the copy moves some bytes of the staging to others.
+        No kernel and no copy: those of a busy GPU would be waited for.
         """
         ids = np.arange(REHEARSED, dtype=np.int32)
         offsets = ids[::-1].astype(np.int64) * (2 * PAGE_ALIGN)
         sorted_ = sort(ids, offsets, page_bytes=PAGE_ALIGN, slab_bytes=self._device.slab_bytes)
-        runs = page_runs(sorted_.offsets[:2], sorted_.heads[:2], page_bytes=PAGE_ALIGN)
+        page_runs(sorted_.offsets, sorted_.heads, page_bytes=PAGE_ALIGN)
         behind = self._event()
-        if self._staging:
-            runs[:, 2] = EMPTY.width
-            source, target = runs[:, 0] + self._staging, runs[:, 1] + self._staging
-            gpu.copy(target + len(runs) * PAGE_ALIGN, source, runs[:, 2], self._bus)
-            self._run_kernel(EMPTY, self._staging, sorted_.blocks, self._staging, PAGE_ALIGN)
         gpu.record(behind, self._bus)
         gpu.wait_in(self._cores, behind)
         gpu.wait(behind)
@@ -209,6 +204,7 @@ class GpuLane:
         moving = self._moving.popleft()
         if self._landing and self._landing[0].moving is moving:
             self._scatter_bunch()
+        was_over = gpu.is_over(moving.end)  # then nobody knows when: this thread may be late
         gpu.wait(moving.end)
         self._events.append(moving.end)
         self._bytes -= moving.bytes
@@ -216,7 +212,7 @@ class GpuLane:
             self._events.append(moving.between)
             self._ring.give_back()
             now_s = time.perf_counter()
-            if now_s - moving.due_s > LATE_S:
+            if not was_over and now_s - moving.due_s > LATE_S:
                 self._busy_until_s = now_s + BUSY_S
 
     def signal(self, mapped: Mapped, number: int, value: int) -> None:
@@ -233,6 +229,16 @@ class GpuLane:
         first = cast("GpuMemory", mapped).signals
         gpu.write_word(first + 4 * (number - 1), value, self._cores)
 
+    def make_staging(self) -> None:
+        """Make it before it is wanted; any thread.
+
+        In the midst of a load that a forward waits for, memory would be asked for while the
+        engine's stream stands still: a driver may wait for that one then.
+        """
+        with self._making:
+            if not self._staging and not self._is_short:
+                self._allocate()
+
     def drop_staging(self) -> None:
         """Give the GPU its memory back; nothing staged is under way."""
         if self._staging:
@@ -243,15 +249,15 @@ class GpuLane:
     def _has_staging(self, need: int) -> bool:
         """Whether a chunk fits; makes the staging when it is wanted first."""
         if not self._staging and not self._is_short:
-            self._make_staging()
+            self.make_staging()
         return need <= self._ring.size
 
-    def _make_staging(self) -> None:
+    def _allocate(self) -> None:
         size = self._device.staging_bytes
         while size >= STAGING_BYTES_MIN and not self._staging:
-            self._staging = gpu.allocate(size) or 0
-            if self._staging:
-                self._ring = Ring(size)
+            address = gpu.allocate(size)
+            if address is not None:
+                self._ring, self._staging = Ring(size), address
             else:
                 size //= 2
         self._is_short = size < self._device.staging_bytes
@@ -363,18 +369,14 @@ class GpuLane:
         return self._moving[-1]
 
     def _launch(self, group: Group, ids: NDArray[np.int32], staging: int) -> None:
-        for first in range(0, len(ids), kernels.ROWS_MAX):
-            part, place = ids[first : first + kernels.ROWS_MAX], staging + first * group.pitch
-            self._run_kernel(group.table, group.rows, part, place, group.pitch)
-
-    def _run_kernel(
-        self, table: kernels.Table, rows: int, ids: NDArray[np.int32], staging: int, pitch: int
-    ) -> None:
-        """One launch; see `Arguments.set`."""
-        kernel, arguments = self._device.kernels[table.width], self._arguments
-        arguments.set(table, rows, ids, staging, pitch, into_engine=self._into_engine)
-        grid = (table.grid_x(len(ids)), len(ids))
-        gpu.launch(kernel, grid, kernels.THREADS, self._cores, arguments.address)
+        table, arguments, most = group.table, self._arguments, kernels.ROWS_MAX
+        kernel = self._device.kernels[table.width]
+        for first in range(0, len(ids), most):
+            part, place = ids[first : first + most], staging + first * group.pitch
+            into_engine = self._into_engine
+            arguments.set(table, group.rows, part, place, group.pitch, into_engine=into_engine)
+            grid = (table.grid_x(len(part)), len(part))
+            gpu.launch(kernel, grid, kernels.THREADS, self._cores, arguments.address)
 
     def _event(self) -> gpu.Handle:
         return self._events.pop() if self._events else gpu.new_event()
