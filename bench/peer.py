@@ -3,8 +3,8 @@
     python -m bench.peer [--json] [--mebibytes 1024] [--rounds 10]
 
 Both pools are churned: runs lie in different orders at both ends. TCP goes from one process to
-another over loopback, in turns with iperf3 and the same number of streams: as the host has it, which
-the target is about, and, where an owner's streams have another congestion control, with that.
+another over loopback, in turns with iperf3 and the same number of streams: as the host has it, for
+the target, and, where an owner's streams have another congestion control, with that too.
 iperf3 sends one MiB again and again, out of a cache; a fetch goes from memory to memory. RDMA runs
 on the double of libibverbs in `tests/double`, which shows what Python costs and no NIC's speed;
 `bench.hosts` is for who has NICs. Bytes are compared after each case. Needs iperf3 and a C compiler
