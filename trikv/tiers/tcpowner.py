@@ -1,12 +1,15 @@
 """Lending the pool over TCP: streams that send what a token covers, and nothing else.
 
-Decided here: who is sent what, how many are served at once, and how sending ends before pages are
-reused. This file does not know grants or blocks: a token stands for runs of the pool.
+Decided here: who is sent what, how many are served at once, by which congestion control, and how
+sending ends before pages are reused. Bytes are copied into the kernel: pages that it sends without
+a copy (sendfile, splice) it would still read after `withdraw`. This file does not know grants or
+blocks: a token stands for runs of the pool.
 """
 
 import os
 import socket
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -25,6 +28,10 @@ REQUESTS_AHEAD: Final = 8
 IDLE_S: Final = 600.0
 """A stream without a request for so long is closed; its reader connects again."""
 BACKLOG: Final = 256
+PACED: Final = b"bbr"
+"""Congestion control that sets a timer for each 64 KiB: a third of the speed between near hosts."""
+UNPACED: Final = (b"cubic", b"reno")
+"""What is taken instead: the first that the kernel has, and allows us."""
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +129,7 @@ class TcpOwner:
         """
         with socket.socket(address.family) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            avoid_pacing(listener)
             listener.bind(address.target)
             listener.listen(BACKLOG)
             listener.settimeout(0)
@@ -227,6 +235,19 @@ class TcpOwner:
         except OSError:
             return False
         return True
+
+
+def avoid_pacing(listener: socket.socket) -> None:
+    """Have accepted streams send at once what they may, where the host would pace them.
+
+    A host with no other congestion control, or one that does not allow it, paces them as ever.
+    """
+    if not listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(PACED):
+        return
+    for name in UNPACED:
+        with suppress(OSError):
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+            return
 
 
 @dataclass(slots=True)
