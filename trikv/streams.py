@@ -19,7 +19,7 @@ from typing import Any, Final
 EVENTS_MAX: Final = 8
 PIECES_MAX: Final = 64  # sent at once; the system's own limit is 1,024
 STEPS_MAX: Final = 16
-STEPS_S: Final = 0.0005
+STEPS_S: Final = 0.00025
 WORD_BYTES: Final = 8
 
 

@@ -21,7 +21,7 @@ from trikv.streams import Loop
 
 T = TypeVar("T")
 TURNS_MAX = 16
-TURNS_S = 0.0005
+TURNS_S = 0.00025
 TRIO: Any = importlib.import_module("trio._core._run")
 FLUSH_S = 0.02
 SETTLE_S = 2.0
