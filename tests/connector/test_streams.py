@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import selectors
 import socket
 import struct
@@ -11,6 +12,7 @@ from typing import Any
 import capnp
 import pytest
 
+from trikv import streams
 from trikv.streams import EVENTS_MAX, STEPS_MAX, Answered, FewAtOnce, Later, Loop
 from trikv.wire import SCHEMA
 
@@ -184,7 +186,10 @@ def test_what_is_wanted_soon_runs_before_the_sockets_are_looked_at() -> None:
         runner.run(main())
 
 
-def test_what_is_to_run_last_waits_for_all_that_is_to_run_soon() -> None:
+def test_what_is_to_run_last_waits_for_all_that_is_to_run_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "STEPS_S", math.inf)
     order: list[str] = []
 
     async def main() -> None:
@@ -210,7 +215,10 @@ def test_what_is_to_run_last_waits_for_all_that_is_to_run_soon() -> None:
 
 
 @pytest.mark.parametrize("is_inside", [False, True])
-def test_what_comes_last_comes_after_sockets(*, is_inside: bool) -> None:
+def test_what_comes_last_comes_after_sockets(
+    monkeypatch: pytest.MonkeyPatch, *, is_inside: bool
+) -> None:
+    monkeypatch.setattr(streams, "STEPS_S", math.inf)
     order: list[str] = []
 
     async def main() -> None:
