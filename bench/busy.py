@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,7 @@ class Load:
     """The computing process."""
 
     done: "Synchronized[int]"  # products
+    child: SpawnProcess
 
     def rate(self, seconds: float) -> float:
         """TFLOP/s of the coming seconds."""
@@ -41,6 +43,8 @@ class Load:
         """The count and the time at which it changes."""
         first = self.done.value
         while (now := self.done.value) == first:
+            if not self.child.is_alive():
+                raise RuntimeError("the computing process has ended")
             time.sleep(20e-6)
         return now, time.perf_counter()
 
@@ -66,7 +70,7 @@ def computing() -> Iterator[Load]:
     child = spawning.Process(target=compute, args=(done,), daemon=True)
     child.start()
     try:
-        load = Load(done)
+        load = Load(done, child)
         while not done.value and child.is_alive():
             time.sleep(0.01)
         time.sleep(WARM_S)

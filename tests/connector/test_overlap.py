@@ -153,6 +153,23 @@ def test_blocks_that_stay_away_end_the_step_with_an_error_that_no_hook_swallows(
     assert rank.words.written == [(3, 9)]  # the GPU is not left waiting
 
 
+def test_a_stream_that_cannot_be_made_to_wait_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its forward would read blocks before they are there, and the step would never end."""
+    rank = Rank()
+
+    def fail(_number: int, _value: int) -> None:
+        raise OSError("CUDA error 700")
+
+    monkeypatch.setattr(rank.words, "hold", fail)
+    hook = guarded(lambda: None)(lambda _self: rank.half.start_loads([JOB]))
+    with pytest.raises(LoadLostError, match="request r"):
+        hook(SimpleNamespace(note_failure=lambda _: None))
+    rank.half.start_saves([SaveJob(1, "s", 0, 32, bytes(32), pack([4]))])
+    assert not rank.calls.saves
+
+
 def test_a_load_that_cannot_be_sent_is_tried_again_too() -> None:
     rank = Rank()
     rank.half._overlap._recover_s = 0.01

@@ -200,6 +200,20 @@ def test_kernels_of_a_busy_gpu_come_in_bunches(*, into_engine: bool, is_busy: bo
             assert sizes == [8, 4, 4]
 
 
+@pytest.mark.parametrize("into_engine", [False, True])
+def test_no_more_is_under_way_on_a_free_gpu_than_a_small_copy_may_wait_for(
+    *, into_engine: bool
+) -> None:
+    with doubled() as (cuda, lane_module, device_module):
+        lane_module.WINDOW_BYTES = 3 * PAGE_ALIGN
+        lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=into_engine)
+        assert [begin(at) for at in range(4)] == [True, True, True, False]
+        lane.wait()
+        assert begin(3)
+        lane._busy_until_s = math.inf  # then there is to be all that the staging can have
+        assert [begin(at) for at in range(4, 10)] == 5 * [True] + [False]
+
+
 @pytest.mark.parametrize("is_over", [False, True])
 def test_a_gpu_is_busy_where_a_chunk_is_late_and_not_where_this_thread_is(*, is_over: bool) -> None:
     with doubled() as (cuda, lane_module, device_module):

@@ -92,11 +92,20 @@ class Overlap:
             job: what is loaded.
             via: where it was sent.
             sent: its outcome; None: it could not be sent.
+
+        Raises:
+            LoadLostError: the GPU would not wait.
         """
+        try:
+            if self.words is not None and not (self.layers is not None and self.layers.hold(job)):
+                self.words.hold(job.signal, job.value)
+        except Exception as error:
+            self._lost()
+            raise LoadLostError(
+                f"the forward cannot be made to wait for the blocks of request {job.request}"
+            ) from error
         held = _Held(job, via)
         self._held.append(held)
-        if self.words is not None and not (self.layers is not None and self.layers.hold(job)):
-            self.words.hold(job.signal, job.value)
         if sent is None:
             self._try_again(held)
         else:

@@ -115,13 +115,17 @@ class Work:
             if self._is_expecting and not self._moving:
                 lane.rehearse()
             self._is_expecting = False
-            ready = self._ready()
-            if ready:
-                chosen = ready[next_copy(ready, now_s=time.perf_counter())]
-                if not self._start(lane, chosen):
-                    self._finish(lane)
-            elif self._moving:
+            self._turn(lane)
+
+    def _turn(self, lane: Lane) -> None:
+        """Begin a chunk, or wait for the end of the oldest."""
+        ready = self._ready()
+        if ready:
+            chosen = ready[next_copy(ready, now_s=time.perf_counter())]
+            if not self._start(lane, chosen):
                 self._finish(lane)
+        elif self._moving:
+            self._finish(lane)
 
     def _ready(self) -> list[Transfer]:
         """Copies whose engine's work is over; each event is asked once, however many wait."""

@@ -42,6 +42,8 @@ LATE_S: Final = 0.001
 BUSY_S: Final = 1.0
 """How long chunks stay large after one was late: with many of them under way none is seen late."""
 DIRECT_WINDOW_BYTES: Final = 64 << 20
+WINDOW_BYTES: Final = 192 << 20
+"""As much is under way on a GPU that is ours: a small copy that comes now waits for no more."""
 STAGING_BYTES_MIN: Final = 16 << 20
 REHEARSED: Final = 64
 TALL_PAGES: Final = 8
@@ -274,9 +276,12 @@ class GpuLane:
         offsets: Offsets,
         heads: NDArray[np.bool_],
     ) -> bool:
-        if self._is_emptying and self._is_busy and 2 * self._bytes > self._ring.size:
+        size, is_busy = len(ids) * group.pitch, self._is_busy
+        if is_busy and self._is_emptying and 2 * self._bytes > self._ring.size:
             return False
-        at = self._ring.take(len(ids) * group.pitch)
+        if not is_busy and self._bytes and self._bytes + size > WINDOW_BYTES:
+            return False
+        at = self._ring.take(size)
         self._is_emptying = at is None
         if at is None:
             return False
@@ -288,10 +293,10 @@ class GpuLane:
         else:
             self._launch(group, ids, staging)
         gpu.record(between, first)
-        moving = self._note(end, between, len(ids) * group.pitch)
+        moving = self._note(end, between, size)
         if self._into_engine:
             landing = _Landing(moving, between, group, ids, staging)
-            if self._is_busy:
+            if is_busy:
                 self._landing.append(landing)
             else:
                 self._scatter(landing)

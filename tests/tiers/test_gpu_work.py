@@ -1,0 +1,150 @@
+"""A copier's loads on a double of CUDA: several at once, stopped, on a GPU now busy, now not."""
+
+import contextlib
+import math
+import socket
+from typing import Any, Self
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tiers.cuda_double import BLOCKS, END, ENGINE, SLAB, WORD, Cuda, Owner, doubled
+from tests.tiers.test_gpu_lane import expected, pieces_of
+from trikv.core.pages import PAGE_ALIGN
+from trikv.tiers.copier import Work
+from trikv.tiers.frames import (
+    CopyOrder,
+    Direction,
+    Frames,
+    GroupOrder,
+    Kind,
+    pack,
+    pack_copy,
+    read_ended,
+)
+
+LENGTHS = [3000, 1000, 90]
+PAGE = sum(LENGTHS)
+ENDS = (3000, 4000, PAGE)
+PITCH = -(-PAGE // PAGE_ALIGN) * PAGE_ALIGN
+VALUE = 9
+
+
+class Loads:
+    """Loads of one lane, each with a word of its own, and what may be seen of them when."""
+
+    def __init__(self, cuda: Cuda, lane: Any, mapped: Any) -> None:
+        self.cuda, self.lane, self.pieces = cuda, lane, pieces_of(LENGTHS)
+        self.ours, self.theirs = socket.socketpair()
+        self.work = Work(Direction.LOAD, None, self.theirs, {0: mapped})  # type: ignore[arg-type]
+        self.orders: dict[int, CopyOrder] = {}
+        self.before = cuda.memory.copy()
+        self.frames, self.ended = Frames(), dict[int, np.ndarray]()
+        self.kept: dict[int, np.ndarray] = {}  # of an ended load: its blocks' bytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ours.close()
+        self.theirs.close()
+
+    def begin(self, ids: list[int], places: list[int], *, is_ordered: bool) -> None:
+        number = len(self.orders) + 1
+        blocks, offsets = np.array(ids, np.int32), np.array(places, np.int64)
+        rest = (number, VALUE, is_ordered)
+        order = CopyOrder(0, 0, Direction.LOAD, 0, blocks, offsets, *rest)
+        self.orders[number] = order
+        self.work._obey(Kind.COPY, number, pack_copy(order))
+
+    def bytes_of(self, order: CopyOrder, memory: np.ndarray, end: int) -> np.ndarray:
+        """Of its blocks, up to a place in each page."""
+        parts, at = [], 0
+        for piece in self.pieces:
+            size = min(piece.bytes, end - at)
+            at += piece.bytes
+            for block in order.blocks.tolist() if size > 0 else ():
+                begin = ENGINE + piece.offset + block * piece.stride
+                parts.append(memory[begin : begin + size])
+        return np.concatenate(parts)
+
+    def check(self) -> None:
+        """What words and reports say is true, and what has ended is never written again."""
+        self.theirs.sendall(pack(Kind.ALIVE, 0))
+        self.frames.feed(self.ours.recv(1 << 20), self._hear)
+        words = self.cuda.memory[WORD : WORD + 16].view(np.uint32)
+        for number, order in self.orders.items():
+            value = int(words[number - 1])
+            after = expected(self.before, self.pieces, order, 0, PAGE)
+            shown = max(0, value - VALUE + len(ENDS)) if order.is_ordered else 3 * (value == VALUE)
+            if shown:
+                end = ENDS[shown - 1]
+                seen = self.bytes_of(order, self.cuda.memory, end)
+                assert np.array_equal(seen, self.bytes_of(order, after, end))
+            if number in self.ended:
+                now = self.bytes_of(order, self.cuda.memory, PAGE)
+                assert np.array_equal(self.kept.setdefault(number, now), now)
+                whole = order.blocks[self.ended[number]]
+                part = CopyOrder(0, 0, order.direction, 0, whole, order.offsets[: len(whole)])
+                if len(whole):
+                    seen = self.bytes_of(part, self.cuda.memory, PAGE)
+                    assert np.array_equal(seen, self.bytes_of(part, after, PAGE))
+
+    def _hear(self, kind: Kind, number: int, body: bytes) -> None:
+        if kind is Kind.ENDED:
+            assert number not in self.ended
+            self.ended[number] = read_ended(body)[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    staging_pages=st.sampled_from([0, 2, 5, 40]),
+    data=st.data(),
+)
+def test_words_and_reports_are_true_and_every_load_ends(
+    *, counts: list[int], staging_pages: int, data: st.DataObject
+) -> None:
+    with contextlib.ExitStack() as stack:
+        cuda, lane_module, device_module = stack.enter_context(doubled())
+        lane_module.STAGING_BYTES_MIN, lane_module.TALL_PAGES = 1, 3
+        lane_module.CHUNK_BYTES, lane_module.CHUNK_BYTES_BUSY = 2 * PITCH, 4 * PITCH
+        lane_module.DIRECT_WINDOW_BYTES = lane_module.WINDOW_BYTES = 4 * PITCH
+        cuda.choose = lambda count: data.draw(st.integers(0, count - 1))
+        cuda.memory[:] = np.random.default_rng(1).integers(0, 256, END, np.uint8)
+        cuda.memory[WORD : WORD + 16] = 0
+        group = device_module._map_group(
+            GroupOrder(BLOCKS, tuple(pieces_of(LENGTHS)), ENDS), [ENGINE], contextlib.ExitStack()
+        )
+        mapped = lane_module.GpuMemory((), (), (group,), SLAB, WORD)
+        lane = lane_module.GpuLane(Owner(staging_pages * PITCH), into_engine=True)
+        loads = stack.enter_context(Loads(cuda, lane, mapped))
+        ids = list(data.draw(st.permutations(range(BLOCKS))))
+        pages = list(data.draw(st.permutations(range(SLAB // PITCH))))
+        pending = [(ids[6 * at :][:n], pages[6 * at :][:n]) for at, n in enumerate(counts)]
+        step = st.sampled_from(["begin", "turn", "turn", "go on", "busy", "stop"])
+        while pending or len(loads.ended) < len(loads.orders):
+            what = data.draw(step)
+            if what == "begin" and pending:
+                blocks, places = pending.pop()
+                is_ordered = data.draw(st.booleans())
+                loads.begin(blocks, [PITCH * one for one in places], is_ordered=is_ordered)
+            elif what == "busy":
+                lane._busy_until_s = data.draw(st.sampled_from([math.inf, -math.inf]))
+            elif what == "stop" and loads.orders:
+                number = data.draw(st.sampled_from(sorted(loads.orders)))
+                if data.draw(st.integers(0, 3)) == 0:
+                    loads.work._obey(Kind.STOP, number, b"")
+            elif what == "go on" and any(cuda.streams):
+                cuda.go_on()
+            else:
+                loads.work._turn(lane)
+            loads.check()
+        while any(cuda.streams):
+            cuda.go_on()
+            loads.check()
+        assert not any((lane._moving, lane._landing, lane._bytes))
+        for number in loads.orders:
+            shown = int(cuda.memory[WORD + 4 * number - 4 :][:4].view(np.uint32)[0])
+            assert (shown == VALUE) == bool(loads.ended[number].all())
