@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.tiers.cuda_double import BLOCKS, END, ENGINE, POOL, SLAB, WORD, Cuda, Owner, doubled
 from trikv.core.layout import Piece
 from trikv.core.pages import PAGE_ALIGN
-from trikv.tiers.frames import AttachOrder, CopyOrder, Direction, GroupOrder
+from trikv.tiers.frames import CopyOrder, Direction, GroupOrder
 
 
 def expected(
@@ -211,7 +211,13 @@ def test_no_more_is_under_way_on_a_free_gpu_than_a_small_copy_may_wait_for(
         lane.wait()
         assert begin(3)
         lane._busy_until_s = math.inf  # then there is to be all that the staging can have
-        assert [begin(at) for at in range(4, 10)] == 5 * [True] + [False]
+        for _ in range(3):
+            lane.wait()
+        assert [begin(at) for at in range(9)] == 8 * [True] + [False]
+        for _ in range(8):
+            lane.wait()
+        lane._busy_until_s = -math.inf
+        assert [begin(at) for at in range(4)] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("is_over", [False, True])
@@ -226,21 +232,26 @@ def test_a_gpu_is_busy_where_a_chunk_is_late_and_not_where_this_thread_is(*, is_
         assert lane._is_busy is not is_over
 
 
-@pytest.mark.parametrize("has_words", [False, True])
-@pytest.mark.parametrize("is_early", [False, True])
-def test_staging_is_there_before_a_stream_can_wait_for_a_load(
-    *, has_words: bool, is_early: bool
-) -> None:
-    """Whether the lanes' threads have begun by then or not; and it goes with the last rank."""
-    with doubled() as (_, lane_module, device_module):
-        lane_module.STAGING_BYTES_MIN = 1
-        facts = (POOL, 1 << 20, SLAB, 8 * PAGE_ALIGN, 0.0, 0)
-        device = device_module.GpuDevice(None, "GPU", {1: 1}, *facts)
-        group = GroupOrder(BLOCKS, (Piece(0, 0, 4096, 4096),), ())
-        order = AttachOrder((bytes(64),), (), (group,), (0, WORD) if has_words else None)
-        lanes = [device.lane(one) for one in Direction] if is_early else []
-        mapped = device.attach(order)
-        lanes = lanes or [device.lane(one) for one in Direction]
-        assert [one._ring.size for one in lanes] == 2 * [8 * PAGE_ALIGN * has_words]
-        device.detach(mapped)
-        assert [one._ring.size for one in lanes] == [0, 0]
+@pytest.mark.parametrize("is_busy", [False, True])
+@pytest.mark.parametrize("is_given", [False, True])
+def test_staging_grows_after_a_copy_of_a_busy_gpu(*, is_busy: bool, is_given: bool) -> None:
+    """Never within one; and what there is stays where the GPU has no more."""
+    with doubled() as (cuda, lane_module, device_module):
+        lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=True)
+        lane_module.WINDOW_BYTES = 2 * PAGE_ALIGN
+        lane._busy_until_s = math.inf if is_busy else -math.inf
+        allocate, freed = cuda.allocate, []
+        cuda.free = freed.append  # type: ignore[method-assign]
+        assert begin(0)
+        first = lane._staging
+        assert begin(1)
+        most = END if is_given else 2 * PAGE_ALIGN  # as much as there is already is no gain
+        cuda.allocate = lambda n: allocate(n) if n <= most else None  # type: ignore[method-assign]
+        lane.wait()
+        assert lane._ring.size == 2 * PAGE_ALIGN
+        lane.wait()
+        assert lane._ring.size == (8 if is_busy and is_given else 2) * PAGE_ALIGN
+        assert freed == ([first] if is_busy and is_given else [])
+        assert lane._is_short is (is_busy and not is_given)
+        assert begin(2)  # goes on with what it has
+        lane.wait()

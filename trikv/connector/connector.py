@@ -138,7 +138,6 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
                 self._log,
                 save_s=self._settings.save_s,
                 orders_loads=not self._abilities.has_deferred_frees,
-                holds_loads=self._hold_s() > 0,
                 waits_by_layer=self._waits_by_layer(),
             )
             if self._shape.rank_count == 1:

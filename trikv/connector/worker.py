@@ -76,7 +76,6 @@ class WorkerHalf:
         save_s: float = SAVE_S,
         load_s: float = 0.0,
         orders_loads: bool = False,
-        holds_loads: bool = True,
         waits_by_layer: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -89,13 +88,11 @@ class WorkerHalf:
             load_s: in which a load must have begun; 0: no limit.
             orders_loads: loads wait for the work that the engine has queued: it may give blocks
                 away that this work still uses.
-            holds_loads: forwards may wait for loads on the GPU.
             waits_by_layer: a forward may wait for a load layer by layer, if hooks can be trusted.
             clock: in seconds.
         """
         self._overlap = Overlap(calls, log, self._is_over, self._give_up_saves)
-        self._orders_loads, self._holds_loads = orders_loads, holds_loads
-        self._waits_by_layer = waits_by_layer
+        self._orders_loads, self._waits_by_layer = orders_loads, waits_by_layer
         self._events: cuda.StepEvents | None = None
         self._calls = calls
         self._log = log
@@ -156,7 +153,7 @@ class WorkerHalf:
         with cuda.on_device(device):
             exported = cuda.export(plan, driver)
             self._events = cuda.step_events(device)
-            words = cuda.signal_words(device, driver) if self._holds_loads else None
+            words = cuda.signal_words(device, driver)
             self._overlap.words = words
             ends = section_ends(plan.layer_ends) if self._waits_by_layer else ()
             if ends and words is not None:

@@ -15,7 +15,6 @@ are small while the GPU is ours; when kernels are seen to wait, chunks are large
 launched in bunches of half of the staging, and pieces that the copy engine is good at need none.
 """
 
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -43,7 +42,8 @@ BUSY_S: Final = 1.0
 """How long chunks stay large after one was late: with many of them under way none is seen late."""
 DIRECT_WINDOW_BYTES: Final = 64 << 20
 WINDOW_BYTES: Final = 192 << 20
-"""As much is under way on a GPU that is ours: a small copy that comes now waits for no more."""
+"""As much is under way on a GPU that is ours: a small copy that comes now waits for no more. The
+staging has so much, and all that it may have once the GPU was busy."""
 STAGING_BYTES_MIN: Final = 16 << 20
 REHEARSED: Final = 64
 TALL_PAGES: Final = 8
@@ -163,7 +163,6 @@ class GpuLane:
         self._staging = 0
         self._arguments = kernels.Arguments()
         self._is_short = False
-        self._making = threading.Lock()
 
     def rehearse(self) -> None:
         """See `Lane`: a thread that has slept needs half a millisecond for its first chunk.
@@ -216,6 +215,8 @@ class GpuLane:
             now_s = time.perf_counter()
             if not was_over and now_s - moving.due_s > LATE_S:
                 self._busy_until_s = now_s + BUSY_S
+        if not self._moving and self._is_busy:
+            self._grow_staging()
 
     def signal(self, mapped: Mapped, number: int, value: int) -> None:
         """See `Lane`.
@@ -231,16 +232,6 @@ class GpuLane:
         first = cast("GpuMemory", mapped).signals
         gpu.write_word(first + 4 * (number - 1), value, self._cores)
 
-    def make_staging(self) -> None:
-        """Make it before it is wanted; any thread.
-
-        In the midst of a load that a forward waits for, memory would be asked for while the
-        engine's stream stands still: a driver may wait for that one then.
-        """
-        with self._making:
-            if not self._staging and not self._is_short:
-                self._allocate()
-
     def drop_staging(self) -> None:
         """Give the GPU its memory back; nothing staged is under way."""
         if self._staging:
@@ -251,23 +242,35 @@ class GpuLane:
     def _has_staging(self, need: int) -> bool:
         """Whether a chunk fits; makes the staging when it is wanted first."""
         if not self._staging and not self._is_short:
-            self.make_staging()
+            self._make_staging(min(self._device.staging_bytes, WINDOW_BYTES))
         return need <= self._ring.size
 
-    def _allocate(self) -> None:
-        size = self._device.staging_bytes
-        while size >= STAGING_BYTES_MIN and not self._staging:
+    def _grow_staging(self) -> None:
+        """The larger it is, the less a busy engine is slowed; after a copy, never within one.
+
+        Within a load that a forward waits for, memory would be asked for while the engine's stream
+        stands still, and nobody promises that a driver gives it then.
+        """
+        if self._is_short or not 0 < self._ring.size < self._device.staging_bytes:
+            return
+        before = self._staging
+        self._make_staging(self._device.staging_bytes)
+        if self._staging != before:
+            gpu.free(before)
+
+    def _make_staging(self, wanted: int) -> None:
+        """So much, or half of it, and so on; what there is stays where there is no more."""
+        size = wanted
+        while size >= max(STAGING_BYTES_MIN, self._ring.size + 1):
             address = gpu.allocate(size)
             if address is not None:
                 self._ring, self._staging = Ring(size), address
-            else:
-                size //= 2
-        self._is_short = size < self._device.staging_bytes
+                break
+            size //= 2
+        got = self._ring.size
+        self._is_short = got < wanted
         if self._is_short:
-            got = self._ring.size
-            self._device.tell(
-                "staging.short", bytes_wanted=self._device.staging_bytes, bytes_got=got
-            )
+            self._device.tell("staging.short", bytes_wanted=wanted, bytes_got=got)
 
     def _start_staged(
         self,
