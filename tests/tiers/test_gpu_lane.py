@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.tiers.cuda_double import BLOCKS, END, ENGINE, POOL, SLAB, WORD, Cuda, Owner, doubled
 from trikv.core.layout import Piece
 from trikv.core.pages import PAGE_ALIGN
-from trikv.tiers.frames import CopyOrder, Direction, GroupOrder
+from trikv.tiers.frames import AttachOrder, CopyOrder, Direction, GroupOrder
 
 
 def expected(
@@ -255,3 +255,23 @@ def test_staging_grows_after_a_copy_of_a_busy_gpu(*, is_busy: bool, is_given: bo
         assert lane._is_short is (is_busy and not is_given)
         assert begin(2)  # goes on with what it has
         lane.wait()
+
+
+@pytest.mark.parametrize("has_words", [False, True])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_staging_is_there_before_a_stream_can_wait_for_a_load(
+    *, has_words: bool, is_early: bool
+) -> None:
+    """Whether the lanes' threads have begun by then or not; and it goes with the last rank."""
+    with doubled() as (_, lane_module, device_module):
+        lane_module.STAGING_BYTES_MIN, lane_module.WINDOW_BYTES = 1, 3 * PAGE_ALIGN
+        facts = (POOL, 1 << 20, SLAB, 8 * PAGE_ALIGN, 0.0, 0)
+        device = device_module.GpuDevice(None, "GPU", {1: 1}, *facts)
+        group = GroupOrder(BLOCKS, (Piece(0, 0, 4096, 4096),), ())
+        order = AttachOrder((bytes(64),), (), (group,), (0, WORD) if has_words else None)
+        lanes = [device.lane(one) for one in Direction] if is_early else []
+        mapped = device.attach(order)
+        lanes = lanes or [device.lane(one) for one in Direction]
+        assert [one._ring.size for one in lanes] == 2 * [3 * PAGE_ALIGN * has_words]
+        device.detach(mapped)
+        assert [one._ring.size for one in lanes] == [0, 0]

@@ -54,6 +54,7 @@ class GpuDevice:
     _lanes: list[GpuLane] = field(default_factory=list)
     _opened: dict[bytes, list[int]] = field(default_factory=dict)  # handle: address, users
     _ranks: int = 0
+    _has_words: bool = False  # that streams of an engine may wait for
     _is_ready: bool = False  # all of the pool is registered
     _registered: NDArray[np.bool_] = field(init=False)
     _registering: threading.Lock = field(default_factory=threading.Lock)
@@ -77,6 +78,7 @@ class GpuDevice:
         gpu.make_current(self.context)
         lane = GpuLane(self, into_engine=direction is Direction.LOAD)
         self._lanes.append(lane)
+        self._make_staging()
         return lane
 
     def prepare_pool(self, note: Callable[[bytes], None]) -> None:
@@ -129,6 +131,8 @@ class GpuDevice:
         if order.signals is not None:
             memory, offset = order.signals
             signals = addresses[memory] + offset
+            self._has_words = True
+            self._make_staging()
         return GpuMemory(order.handles, tuple(events), groups, self.slab_bytes, signals)
 
     def detach(self, mapped: Mapped) -> None:
@@ -143,8 +147,14 @@ class GpuDevice:
             self._close(handle)
         self._ranks -= 1
         if self._ranks == 0:
+            self._has_words = False
             for lane in self._lanes:
                 lane.drop_staging()
+
+    def _make_staging(self) -> None:
+        """While no stream waits for a load yet: see `GpuLane.make_staging`."""
+        for lane in self._lanes if self._has_words else ():
+            lane.make_staging()
 
     def _open(self, handle: bytes) -> int:
         """Each allocation is mapped once, whoever registers it how often."""

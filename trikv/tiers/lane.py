@@ -15,6 +15,7 @@ are small while the GPU is ours; when kernels are seen to wait, chunks are large
 launched in bunches of half of the staging, and pieces that the copy engine is good at need none.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -163,6 +164,7 @@ class GpuLane:
         self._staging = 0
         self._arguments = kernels.Arguments()
         self._is_short = False
+        self._making = threading.Lock()
 
     def rehearse(self) -> None:
         """See `Lane`: a thread that has slept needs half a millisecond for its first chunk.
@@ -232,6 +234,16 @@ class GpuLane:
         first = cast("GpuMemory", mapped).signals
         gpu.write_word(first + 4 * (number - 1), value, self._cores)
 
+    def make_staging(self) -> None:
+        """Make it before it is wanted; any thread.
+
+        Within a load that a forward waits for, memory would be asked for while the engine's stream
+        stands still, and nobody promises that a driver gives it then.
+        """
+        with self._making:
+            if not self._staging and not self._is_short:
+                self._allocate(min(self._device.staging_bytes, WINDOW_BYTES))
+
     def drop_staging(self) -> None:
         """Give the GPU its memory back; nothing staged is under way."""
         if self._staging:
@@ -240,25 +252,21 @@ class GpuLane:
         self._is_short = False
 
     def _has_staging(self, need: int) -> bool:
-        """Whether a chunk fits; makes the staging when it is wanted first."""
+        """Whether a chunk fits; makes the staging where that was not done before."""
         if not self._staging and not self._is_short:
-            self._make_staging(min(self._device.staging_bytes, WINDOW_BYTES))
+            self.make_staging()
         return need <= self._ring.size
 
     def _grow_staging(self) -> None:
-        """The larger it is, the less a busy engine is slowed; after a copy, never within one.
-
-        Within a load that a forward waits for, memory would be asked for while the engine's stream
-        stands still, and nobody promises that a driver gives it then.
-        """
+        """The larger it is, the less a busy engine is slowed; after a copy, never within one."""
         if self._is_short or not 0 < self._ring.size < self._device.staging_bytes:
             return
         before = self._staging
-        self._make_staging(self._device.staging_bytes)
+        self._allocate(self._device.staging_bytes)
         if self._staging != before:
             gpu.free(before)
 
-    def _make_staging(self, wanted: int) -> None:
+    def _allocate(self, wanted: int) -> None:
         """So much, or half of it, and so on; what there is stays where there is no more."""
         size = wanted
         while size >= max(STAGING_BYTES_MIN, self._ring.size + 1):
