@@ -28,9 +28,8 @@ def test_an_idle_step_waits_a_moment_for_a_load_and_a_busy_one_does_not() -> Non
 
 def test_an_idle_engine_waits_a_moment_for_the_answer_once() -> None:
     bench = Bench()
-    one, other = request("r"), request("s")
-    bench.half.add(one)
-    assert bench.half.matched(one, 0) == (None, False), "nothing is known of the engine yet"
+    other = request("s")
+    bench.half.step(step_output(scheduled={"q": 5}))
     bench.half.step(step_output())
     bench.half.add(other)
     begin_s = time.perf_counter()
@@ -47,6 +46,25 @@ def test_an_idle_engine_waits_a_moment_for_the_answer_once() -> None:
         if answer != (None, False):  # unless the timer was late
             break
     assert answer == (3 * TOKENS, True)
+
+
+@pytest.mark.parametrize("has_computed", [False, True])
+def test_an_engine_whose_requests_have_ended_waits(
+    monkeypatch: pytest.MonkeyPatch, *, has_computed: bool
+) -> None:
+    """Its last step computed something, and yet it has nothing else to do now."""
+    monkeypatch.setattr(lookups, "IDLE_S", 20.0)
+    bench = Bench()
+    if has_computed:
+        bench.half.add(request("q"))
+        bench.half.step(step_output(scheduled={"q": 5}))
+        bench.half.finish("q")
+    one = request("r")
+    bench.half.add(one)
+    at = len(bench.calls.queries) - 1
+    timer = threading.Timer(0.02, bench.answer, [3], {"at": at})
+    timer.start()
+    assert bench.half.matched(one, 0) == (3 * TOKENS, True)
 
 
 def test_a_busy_engine_is_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,11 @@ class Holding:
         self._is_taken = False  # by a load of this step
         self._count = 0
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether some request has been scheduled and has not ended."""
+        return bool(self._computing)
+
     def may_hold(self, count: int) -> bool:
         """Whether a forward may wait for so many blocks now."""
         is_free = not (self._is_taken or self._computing or self._loading)

@@ -104,7 +104,8 @@ class SchedulerHalf:
             return 0, False
         if track.has_failed or track.loading is not None:
             return 0, False
-        found, is_pending = self._lookups.ask(track, is_idle=self._is_idle)
+        is_idle = self._is_idle or not self._holding.is_computing
+        found, is_pending = self._lookups.ask(track, is_idle=is_idle)
         if found is None:
             return (None, False) if is_pending else (0, False)
         count = min(found.hit_count - track.local_count, wanted)
