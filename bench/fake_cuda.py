@@ -44,6 +44,19 @@ def copy(_targets: object, _sources: object, sizes: NDArray[np.int64], stream: C
     stream.busy(float(sizes.sum()) / BUS_BYTES_S)
 
 
+def copy_rectangle(
+    _device: object,
+    _host: object,
+    width: int,
+    height: int,
+    stream: Clock,
+    *,
+    into_device: bool,  # both directions are as fast
+) -> None:
+    """Keep the bus busy."""
+    stream.busy(width * height / BUS_BYTES_S)
+
+
 def launch(_kernel: object, _grid: object, _threads: int, stream: Clock, _arguments: int) -> None:
     """Keep the cores busy."""
     stream.busy(KERNEL_S)
@@ -57,6 +70,11 @@ def record(event: Clock, stream: Clock) -> None:
 def wait_in(stream: Clock, event: Clock) -> None:
     """What is put into the stream from now on comes after the event."""
     stream.end_s = max(stream.end_s, event.end_s)
+
+
+def is_over(event: Clock) -> bool:
+    """Whether the event has come."""
+    return event.end_s <= time.perf_counter()
 
 
 def wait(event: Clock) -> None:
@@ -94,13 +112,15 @@ def module() -> Any:  # noqa: ANN401
         close_memory=nothing,
         compile_kernels=lambda _source, names, _capability: names,
         copy=copy,
+        copy_rectangle=copy_rectangle,
         describe=lambda _: ("made up", 90),
         driver_version=lambda: 13_000,
         find_device=lambda uuid: uuid,
         free=nothing,
-        is_over=lambda _: True,
+        is_over=is_over,
         launch=launch,
         make_current=nothing,
+        memory_bytes=lambda _: GPU_BYTES,
         new_event=Clock,
         new_stream=Clock,
         open_context=lambda _: None,
@@ -112,6 +132,7 @@ def module() -> Any:  # noqa: ANN401
         upload=lambda rows: addresses.take(rows.nbytes),
         wait=wait,
         wait_in=wait_in,
+        write_word=nothing,
     )
 
 

@@ -1,6 +1,8 @@
 """What of the GPU path needs no GPU: tables of pieces, arguments, versions, exports, orders."""
 
 import ctypes
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench import fake_cuda
 from trikv.connector import cuda, layouts
 from trikv.core.layout import Piece
 from trikv.nursery.serve import cuda_refusal
@@ -72,6 +75,15 @@ def test_arguments_are_read_as_the_kernel_declares_them() -> None:
     assert values == [1 << 42, 2, 4, 8, 1 << 43, 4096, 1]
     assert list((ctypes.c_int32 * 2).from_address(pointers[7])) == [5, 9]
     assert 4 * kernels.ROWS_MAX + 3 * 8 + 4 * 4 <= 4096
+
+
+@pytest.mark.parametrize("name", ["lane", "device"])
+def test_the_made_up_cuda_of_benchmarks_has_what_copiers_call(name: str) -> None:
+    source = (Path(kernels.__file__).parent / f"{name}.py").read_text()
+    made_up = fake_cuda.module()
+    called = set(re.findall(r"\bgpu\.([A-Za-z_]+)", source))
+    assert called
+    assert [one for one in called if not hasattr(made_up, one)] == []
 
 
 def test_the_kernel_s_source_has_one_of_each_width() -> None:
