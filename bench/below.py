@@ -119,16 +119,10 @@ def ask(pipe: Connection, address: str) -> None:
 def asking(address: str) -> Iterator[Asker]:
     """Run one."""
     ours, theirs = multiprocessing.Pipe()
-    spawning = multiprocessing.get_context("spawn")
-    child = spawning.Process(target=ask, args=(theirs, address), daemon=True)
-    child.start()
-    theirs.close()  # so that its end is seen here
-    ours.recv()
-    try:
+    with daemons.spawned(ask, theirs, address):
+        theirs.close()  # so that its end is seen here
+        ours.recv()
         yield Asker(ours)
-    finally:
-        child.kill()
-        child.join()
 
 
 def measure(folder: Path, prompts: int, ring: str) -> Iterator[Line]:

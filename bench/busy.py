@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bench import daemons
+
 if TYPE_CHECKING:
     from multiprocessing.sharedctypes import Synchronized
 
@@ -65,16 +67,9 @@ def compute(done: "Synchronized[int]") -> None:
 @contextlib.contextmanager
 def computing() -> Iterator[Load]:
     """Run one."""
-    spawning = multiprocessing.get_context("spawn")
-    done = spawning.Value(ctypes.c_long)
-    child = spawning.Process(target=compute, args=(done,), daemon=True)
-    child.start()
-    try:
-        load = Load(done, child)
+    done = multiprocessing.get_context("spawn").Value(ctypes.c_long)
+    with daemons.spawned(compute, done) as child:
         while not done.value and child.is_alive():
             time.sleep(0.01)
         time.sleep(WARM_S)
-        yield load
-    finally:
-        child.kill()
-        child.join()
+        yield Load(done, child)

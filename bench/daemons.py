@@ -3,8 +3,8 @@
 import contextlib
 import ctypes
 import hashlib
-import json
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -13,14 +13,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trikv.address import parse
+from trikv.cli.status import fetch_status
 from trikv.connector.calls import Calls
 from trikv.connector.client import Client, Introduction, Settings
 
@@ -73,9 +76,19 @@ def daemon(*arguments: str) -> Iterator[str]:
 
 def status(address: str) -> dict[str, Any]:
     """What `trikv status --json` says."""
-    words = [sys.executable, "-m", "trikv.cli.main", "status", "--json", "--addr", address]
-    facts: dict[str, Any] = json.loads(subprocess.run(words, check=True, stdout=-1).stdout)
-    return facts
+    return fetch_status([parse(address)], timeout_s=READY_S)
+
+
+@contextlib.contextmanager
+def spawned(target: Callable[..., None], *args: object) -> Iterator[SpawnProcess]:
+    """Run a function in a new interpreter, killed when the block ends."""
+    child = multiprocessing.get_context("spawn").Process(target=target, args=args, daemon=True)
+    child.start()
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.join()
 
 
 def pid_of(address: str) -> int:

@@ -219,26 +219,21 @@ def measure(ranks: int, calls: int) -> Iterator[Line]:
         prompts = [save_all(asking, f"asked {n}", ASKED_BLOCKS) for n in range(8)]
         alone = ask(asking, prompts, calls)
         ours, theirs = multiprocessing.Pipe()
-        child = multiprocessing.get_context("spawn").Process(
-            target=work, args=(address, ranks, theirs), daemon=True
-        )
-        child.start()
-        ours.send("ready?")
-        ours.recv()
-        time.sleep(1.0)
-        pids = [one["pid"] for one in daemons.status(address)["copiers"]]
-        assert len(pids) == ranks, "a copier a rank"
-        pids.insert(0, daemons.pid_of(address))
+        with daemons.spawned(work, address, ranks, theirs):
+            ours.send("ready?")
+            ours.recv()
+            time.sleep(1.0)
+            pids = [one["pid"] for one in daemons.status(address)["copiers"]]
+            assert len(pids) == ranks, "a copier a rank"
+            pids.insert(0, daemons.pid_of(address))
 
-        def look() -> tuple[float, dict[str, int], list[float]]:
-            ours.send("now")
-            return time.perf_counter(), ours.recv(), [cpu_s(pid) for pid in pids]
+            def look() -> tuple[float, dict[str, int], list[float]]:
+                ours.send("now")
+                return time.perf_counter(), ours.recv(), [cpu_s(pid) for pid in pids]
 
-        begin_s, moved, used = look()
-        times = ask(asking, prompts, calls)
-        end_s, moved_then, used_then = look()
-        child.kill()
-        child.join()
+            begin_s, moved, used = look()
+            times = ask(asking, prompts, calls)
+            end_s, moved_then, used_then = look()
     took_s = end_s - begin_s
     speeds = {name: (moved_then[name] - moved[name]) / took_s / 1e9 for name in moved}
     shares = [(then - now) / took_s for now, then in zip(used, used_then, strict=True)]

@@ -12,7 +12,6 @@ in turns. `copying`: the same while another engine saves and loads without pause
 
 import argparse
 import contextlib
-import multiprocessing
 import subprocess
 import sys
 import tempfile
@@ -186,13 +185,9 @@ def main() -> None:
         pegaflow.look_up(list(COUNTS), PROMPTS) as peer,
     ):
         lines += measure(engine, options.calls, IDLE, grpc, peer)
-        context = multiprocessing.get_context("spawn")
-        copying = context.Process(target=keep_copying, args=(address, 1 << 20), daemon=True)
-        copying.start()
-        time.sleep(3)
-        lines += measure(engine, options.calls, "copying", grpc, None)
-        copying.kill()
-        copying.join()
+        with daemons.spawned(keep_copying, address, 1 << 20):
+            time.sleep(3)
+            lines += measure(engine, options.calls, "copying", grpc, None)
     if options.json:
         print_json("rpc", lines)
     else:

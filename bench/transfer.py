@@ -34,8 +34,6 @@ from bench import daemons, ranks
 from bench.busy import computing
 from bench.gpu_engine import LAYOUTS, GpuEngine, gpu_engine
 from bench.lines import Line, print_json, print_table
-from trikv.address import parse
-from trikv.cli.status import fetch_status
 
 POOL = "12gb"
 TARGETS = {512: 0.97, 128: 0.92}  # MiB and more: ratio to one large copy
@@ -115,7 +113,7 @@ def rounds(
 
 def copied_s(address: str) -> dict[str, float]:
     """Seconds that copiers have spent, as the daemon counts them."""
-    rows = fetch_status([parse(address)], timeout_s=10)["copiers"]
+    rows = daemons.status(address)["copiers"]
     return {name: sum(one[f"{name}Seconds"] for one in rows) for name in ("save", "load")}
 
 

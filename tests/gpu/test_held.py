@@ -61,6 +61,13 @@ def believe(engine: GpuEngine) -> None:
     assert engine.worker._overlap.layers._trusted == {"NONE"}
 
 
+def prepared(engine: GpuEngine, name: str, blocks: list[int]) -> bytes:
+    """Save blocks, and have hooks trusted; returns the blocks' hashes."""
+    engine.save(name, blocks)
+    believe(engine)
+    return saved_hashes(engine, name, len(blocks))
+
+
 def forward(engine: GpuEngine, first: int) -> tuple[list[torch.Tensor], list[torch.cuda.Event]]:
     """Each layer's blocks from `first` on as it read them, and an event behind that."""
     read, events = [], []
@@ -81,9 +88,7 @@ def test_layers_read_what_was_loaded_while_later_ones_still_come(
     tensors = tensors_of(blocks, 16)
     with gpu_engine(daemon.address, tensors, blocks, waits_by_layer=True) as engine:
         name = f"layers {is_started}"
-        engine.save(name, list(range(count)))
-        blob = saved_hashes(engine, name, count)
-        believe(engine)
+        blob = prepared(engine, name, list(range(count)))
         ids = pack(range(count, blocks))
         for turn in range(1, 6):
             for one in tensors.values():
@@ -132,9 +137,7 @@ def test_sections_of_random_layouts_against_numpy(
             daemon.address, tensors, blocks, model=model, waits_by_layer=True
         ) as engine:
             name = f"{model}{order}"
-            engine.save(name, source)
-            blob = saved_hashes(engine, name, count)
-            believe(engine)
+            blob = prepared(engine, name, source)
             answer = engine.scheduler.query(name, 32, blob).result(10)
             job = LoadJob(name, answer.lease, 0, pack(target), 1, 9, 32, blob)
             engine.worker.start_loads([job], "NONE")
@@ -153,9 +156,7 @@ def test_a_copier_that_dies_under_a_held_load_costs_no_byte_and_frees_the_stream
     tensors = tensors_of(blocks, 8)
     with gpu_engine(daemon.address, tensors, blocks, waits_by_layer=True) as engine:
         name = f"dies {way}"
-        engine.save(name, list(range(count)))
-        blob = saved_hashes(engine, name, count)
-        believe(engine)
+        blob = prepared(engine, name, list(range(count)))
         answer = engine.scheduler.query(name, 32, blob).result(10)
         job = LoadJob(name, answer.lease, 0, pack(range(count, blocks)), 1, 9, 32, blob)
         pid = status(daemon)["copiers"][0]["pid"]

@@ -109,25 +109,34 @@ def test_an_answer_does_not_wait_for_what_else_trio_has_to_do(*, by_event: bool)
     assert order == ["answer", *3 * ["Trio"]]
 
 
+class LongTurns:
+    """Turns of Trio that each take longer than all together may."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    async def take(self) -> None:
+        while self.count < TURNS_MAX:
+            self.count += 1
+            until_s = time.perf_counter() + 2 * TURNS_S
+            while time.perf_counter() < until_s:
+                pass
+            await trio.lowlevel.checkpoint()
+
+
 @pytest.mark.parametrize("factory", [asyncio.SelectorEventLoop, Loop])
 def test_long_turns_of_trio_let_asyncio_have_its_own(
     factory: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     """A call that comes in while Trio works for milliseconds is not the sixteenth to be served."""
-    turns = 0
+    turns = LongTurns()
 
     async def work(here: Guest) -> int:
         seen = asyncio.get_running_loop().create_future()
 
         async def busy() -> None:
-            nonlocal turns
-            loop.call_soon(lambda: seen.set_result(turns))
-            while turns < TURNS_MAX:
-                turns += 1
-                until_s = time.perf_counter() + 2 * TURNS_S
-                while time.perf_counter() < until_s:
-                    pass
-                await trio.lowlevel.checkpoint()
+            loop.call_soon(lambda: seen.set_result(turns.count))
+            await turns.take()
 
         loop = asyncio.get_running_loop()
         ended = asyncio.ensure_future(here.run(busy))
@@ -140,24 +149,18 @@ def test_long_turns_of_trio_let_asyncio_have_its_own(
 
 def test_long_turns_of_trio_let_sockets_have_their_own() -> None:
     """The same, where an event has caused them and the call lies in a socket."""
-    turns = 0
+    turns = LongTurns()
 
     async def work(here: Guest) -> int:
         loop = asyncio.get_running_loop()
         seen = loop.create_future()
         ours, theirs = socket.socketpair()
-        loop.add_reader(ours, lambda: seen.done() or seen.set_result(turns))
+        loop.add_reader(ours, lambda: seen.done() or seen.set_result(turns.count))
 
         async def busy() -> None:
-            nonlocal turns
             await trio.sleep(0.02)  # so that an event ends the wait
             theirs.send(b"call")
-            while turns < TURNS_MAX:
-                turns += 1
-                until_s = time.perf_counter() + 2 * TURNS_S
-                while time.perf_counter() < until_s:
-                    pass
-                await trio.lowlevel.checkpoint()
+            await turns.take()
 
         with ours, theirs:
             ended = asyncio.ensure_future(here.run(busy))

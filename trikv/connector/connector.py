@@ -180,7 +180,8 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _waits_by_layer(self) -> bool:
         """Not with a draft model: its layers run in a way of their own, which no step shows."""
-        return self._hold_s() > 0 and getattr(self._vllm_config, "speculative_config", None) is None
+        holds = self._settings.hold_s > 0 and self._abilities.has_loads_first
+        return holds and getattr(self._vllm_config, "speculative_config", None) is None
 
     def _fields(self, software: str) -> dict[str, str]:
         return identity.fields(

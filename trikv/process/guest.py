@@ -17,11 +17,11 @@ import outcome
 import trio
 
 from trikv.core.errors import ShuttingDownError
-from trikv.streams import Loop
+from trikv.streams import STEPS_S, Loop
 
 T = TypeVar("T")
 TURNS_MAX = 16
-TURNS_S = 0.00025
+TURNS_S = STEPS_S  # both: how long sockets wait to be looked at
 TRIO: Any = importlib.import_module("trio._core._run")
 FLUSH_S = 0.02
 SETTLE_S = 2.0

@@ -253,7 +253,7 @@ class GpuLane:
 
     def _has_staging(self, need: int) -> bool:
         """Whether a chunk fits; makes the staging where that was not done before."""
-        if not self._staging and not self._is_short:
+        if not self._staging:
             self.make_staging()
         return need <= self._ring.size
 
