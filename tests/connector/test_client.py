@@ -13,8 +13,9 @@ import pytest
 from tests.connector.conftest import HASHES, LOG, Clients, declaration, outcome, until
 from tests.connector.daemons import FakeDaemon
 from trikv.connector import peers
-from trikv.connector.calls import Answer
+from trikv.connector.calls import Answer, pack
 from trikv.connector.client import Client, Introduction, Settings
+from trikv.connector.jobs import LoadJob
 from trikv.connector.link import (
     AbsentError,
     BrokenError,
@@ -113,6 +114,18 @@ def test_calls_of_another_attachment_are_not_sent(world: Clients) -> None:
     until(lambda: calls.is_ready and calls.attached is not first)
     future = calls.client.call("heartbeat", {}, lambda _: None, via=first)
     assert isinstance(outcome(future), AbsentError)
+
+
+def test_a_call_that_cannot_be_put_was_not_sent_and_costs_no_connection(world: Clients) -> None:
+    calls = world.client()
+    first = calls.attached
+    assert first is not None
+    job = LoadJob("r", 5, 0, pack([1]), signal=1, is_ordered=32)  # type: ignore[arg-type]
+    error = calls.load(job, first, 0.0, 0).exception(10)
+    assert isinstance(error, AbsentError)
+    assert "load" in str(error)
+    assert isinstance(outcome(calls.query("r", 32, HASHES)), Answer)
+    assert calls.attached is first
 
 
 def test_raising_daemon_is_given_up_and_tried_again(world: Clients) -> None:

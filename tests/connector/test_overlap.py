@@ -17,7 +17,7 @@ from trikv.connector.guards import guarded
 from trikv.connector.holding import Holding
 from trikv.connector.jobs import SIGNAL_COUNT, LoadJob, SaveJob
 from trikv.connector.layers import LoadLostError
-from trikv.connector.link import LostError, RefusedError
+from trikv.connector.link import LateError, LostError, RefusedError
 from trikv.connector.worker import WorkerHalf
 
 LOG = logging.getLogger("test.overlap")
@@ -121,6 +121,23 @@ def test_a_load_that_fails_is_tried_again_by_name(outcome: Any) -> None:
     assert rank.words.written == [(3, 9)]
     assert rank.calls.released[-1] == "again/r"
     assert first is not rank.calls.attached
+
+
+def test_a_query_without_an_answer_is_asked_again_as_it_writes_nothing() -> None:
+    """Its session lives on: nobody would ever say that it is over."""
+    rank = Rank()
+    late: Future[Answer] = Future()
+    late.set_exception(LateError("query was not answered in time"))
+    answers = [late, found(3)]
+    rank.calls.query = lambda *_: answers.pop(0)  # type: ignore[method-assign]
+    rank.half.start_loads([JOB])
+    rank.answer("r", (1,))
+    rank.answer("again/r", ())
+    thread = threading.Thread(target=rank.half.finished, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert rank.words.written == [(3, 9)]
 
 
 def test_a_step_does_not_end_while_a_lost_load_may_still_write() -> None:

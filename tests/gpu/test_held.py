@@ -18,6 +18,13 @@ from trikv.connector.calls import pack
 from trikv.connector.jobs import LoadJob
 
 
+def held_job(name: str, lease: int, blocks: bytes, signal: int, value: int, blob: bytes) -> LoadJob:
+    """A load that a forward waits for."""
+    return LoadJob(
+        name, lease, 0, blocks, signal=signal, value=value, hash_bytes=32, hashes=blob
+    )
+
+
 @pytest.mark.parametrize("is_started", [False, True])
 def test_a_forward_behind_a_held_load_reads_what_was_loaded(
     daemon: RunningDaemon, *, is_started: bool
@@ -36,7 +43,7 @@ def test_a_forward_behind_a_held_load_reads_what_was_loaded(
                 one[count:] = 0
             torch.cuda.synchronize()
             answer = engine.scheduler.query(name, 32, blob).result(10)
-            job = LoadJob(name, answer.lease, 0, ids, turn, turn + 1, 32, blob)
+            job = held_job(name, answer.lease, ids, turn, turn + 1, blob)
             if is_started:
                 engine.worker.begin(job)
                 time.sleep(0.001)
@@ -95,7 +102,7 @@ def test_layers_read_what_was_loaded_while_later_ones_still_come(
                 one[count:] = 0
             torch.cuda.synchronize()
             answer = engine.scheduler.query(name, 32, blob).result(10)
-            job = LoadJob(name, answer.lease, 0, ids, turn, 8 * turn + 1, 32, blob)
+            job = held_job(name, answer.lease, ids, turn, 8 * turn + 1, blob)
             if is_started:
                 engine.worker.begin(job)
             engine.worker.start_loads([job], "NONE")
@@ -139,7 +146,7 @@ def test_sections_of_random_layouts_against_numpy(
             name = f"{model}{order}"
             blob = prepared(engine, name, source)
             answer = engine.scheduler.query(name, 32, blob).result(10)
-            job = LoadJob(name, answer.lease, 0, pack(target), 1, 9, 32, blob)
+            job = held_job(name, answer.lease, pack(target), 1, 9, blob)
             engine.worker.start_loads([job], "NONE")
             read, _ = forward(engine, 0)
             assert engine.worker.finished() == (set(), set())
@@ -158,7 +165,7 @@ def test_a_copier_that_dies_under_a_held_load_costs_no_byte_and_frees_the_stream
         name = f"dies {way}"
         blob = prepared(engine, name, list(range(count)))
         answer = engine.scheduler.query(name, 32, blob).result(10)
-        job = LoadJob(name, answer.lease, 0, pack(range(count, blocks)), 1, 9, 32, blob)
+        job = held_job(name, answer.lease, pack(range(count, blocks)), 1, 9, blob)
         pid = status(daemon)["copiers"][0]["pid"]
         engine.worker.start_loads([job], way)
         os.kill(pid, signal.SIGKILL)

@@ -95,10 +95,9 @@ class _Call:
 
     def settle(self, outcome: Any) -> None:  # noqa: ANN401
         """Answer the caller, once: a later outcome is ignored."""
-        if self.future.done():
-            return
-        is_error = isinstance(outcome, CallError)
-        (self.future.set_exception if is_error else self.future.set_result)(outcome)
+        if not self.future.done():
+            is_error = isinstance(outcome, CallError)
+            (self.future.set_exception if is_error else self.future.set_result)(outcome)
 
 
 class Client:
@@ -364,12 +363,13 @@ class Client:
 
     def _judge(self, link: Link, outcome: object, *, is_bounded: bool) -> None:
         """Open the circuit on the first late answer; give up on a daemon that keeps on raising."""
+        if isinstance(outcome, AbsentError | BrokenError):
+            self._say(logging.WARNING, f"TriKV: {link.where}: {outcome}")
         if isinstance(outcome, LateError):
             self._is_suspect = True
             link.probe.set()
         elif isinstance(outcome, BrokenError):
             self._strikes += 1
-            self._say(logging.WARNING, f"TriKV: {link.where}: {outcome}")
             # Of a copy whose end is unknown only a new registration tells.
             if self._strikes >= STRIKES_MAX or not is_bounded:
                 link.lost.set()

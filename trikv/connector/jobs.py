@@ -4,7 +4,7 @@ Decided here: nothing; plain records of bytes and numbers that survive pickling 
 and between daemon versions. This file does not know vLLM, sockets or tensors.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
 
 SIGNAL_COUNT: Final = 32
@@ -25,6 +25,7 @@ class LoadJob:
     lease: int  # 0: there is none, the load must fail
     first: int  # position inside the lease
     blocks: bytes  # engine block ids, little-endian int32
+    _: KW_ONLY
     signal: int = 0  # from 1: this step's forward waits for that word; 0: it does not need them
     value: int = 0  # to be this
     is_ordered: bool = False  # section after section, and the word shows each; the worker decides

@@ -36,7 +36,7 @@ class CallError(Exception):
 
 
 class AbsentError(CallError):
-    """Nothing was sent: no daemon is attached, or not the one that was meant."""
+    """Nothing was sent: no daemon is attached, or not the one that was meant, or it cannot be put."""
 
 
 class RefusedError(CallError):
@@ -141,6 +141,10 @@ class Link:
         try:
             request = capability._request(method)  # noqa: SLF001  # so pycapnp names it
             _fill(request, params)
+        except Exception as exc:  # noqa: BLE001  # a bug here, and no reason to doubt the daemon
+            call.end(AbsentError(f"{method}: {type(exc).__name__}: {exc}"))
+            return
+        try:
             call.wait(request.send())
         except Exception as exc:  # noqa: BLE001  # whatever is wrong must not end the thread
             call.end(_failure(method, exc))

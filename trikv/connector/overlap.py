@@ -201,16 +201,17 @@ class Overlap:
         if via is None:
             return everything
         name = f"again/{job.request}"
+        load: Future[tuple[int, ...]] | None = None
         try:
             answer = self._calls.query(name, job.hash_bytes, job.hashes, QUERY_S).result()
             if answer.hit_count < job.first + count:
                 return everything
             again = replace(job, request=name, lease=answer.lease, signal=0, is_ordered=False)
-            return self._calls.load(again, via, 0.0, 0).result()
-        except UnknownError:
-            self._wait_until_over(via)
-            return everything
-        except CallError:
+            load = self._calls.load(again, via, 0.0, 0)
+            return load.result()
+        except CallError as error:
+            if load is not None and isinstance(error, UnknownError):
+                self._wait_until_over(via)  # it may write; a query without an answer writes nothing
             return everything
         finally:
             self._calls.release([name])
