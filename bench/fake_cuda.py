@@ -108,6 +108,7 @@ def module() -> Any:  # noqa: ANN401
         CudaError=CudaError,
         Handle=Any,
         allocate=addresses.take,
+        allocate_host=addresses.take,
         close_event=nothing,
         close_memory=nothing,
         compile_kernels=lambda _source, names, _capability: names,

@@ -23,8 +23,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def daemon(start_shared: Start, tmp_path_factory: pytest.TempPathFactory) -> RunningDaemon:
-    """One daemon with room for what these tests save."""
-    return start_daemon(start_shared, tmp_path_factory.mktemp("gpu"), "--pool-size", "2gb")
+    """One daemon with room for what these tests save; its staging cannot grow by much."""
+    folder = tmp_path_factory.mktemp("gpu")
+    return start_daemon(start_shared, folder, "--pool-size", "2gb", "--gpu-staging", "384mb")
 
 
 @pytest.fixture(autouse=True)

@@ -20,9 +20,7 @@ from trikv.connector.jobs import LoadJob
 
 def held_job(name: str, lease: int, blocks: bytes, signal: int, value: int, blob: bytes) -> LoadJob:
     """A load that a forward waits for."""
-    return LoadJob(
-        name, lease, 0, blocks, signal=signal, value=value, hash_bytes=32, hashes=blob
-    )
+    return LoadJob(name, lease, 0, blocks, signal=signal, value=value, hash_bytes=32, hashes=blob)
 
 
 @pytest.mark.parametrize("is_started", [False, True])

@@ -128,6 +128,11 @@ class Cuda(ModuleType):
         at, self.free_at = self.free_at, self.free_at + size
         return at if self.free_at <= END else None
 
+    def allocate_host(self, size: int) -> int:
+        at = self.allocate(size)
+        assert at is not None
+        return at
+
     def launch(
         self, kernel: int, grid: tuple[int, int], _threads: int, stream: int, arguments: int
     ) -> None:
@@ -160,7 +165,7 @@ def doubled() -> Iterator[tuple[Cuda, Any, Any]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, "trikv.tiers.gpu", double)
         patched.setattr(tiers, "gpu", double, raising=False)
-        for name in ("lane", "device"):
+        for name in ("lane", "rehearsals", "device"):
             patched.delitem(sys.modules, f"trikv.tiers.{name}", raising=False)
             patched.setattr(tiers, name, None, raising=False)
         try:
@@ -168,7 +173,7 @@ def doubled() -> Iterator[tuple[Cuda, Any, Any]]:
             lane.LATE_S = math.inf  # this machine's time says nothing: tests say what is busy
             yield double, lane, import_module("trikv.tiers.device")
         finally:
-            for name in ("lane", "device"):
+            for name in ("lane", "rehearsals", "device"):
                 sys.modules.pop(f"trikv.tiers.{name}", None)
 
 

@@ -36,7 +36,7 @@ class CallError(Exception):
 
 
 class AbsentError(CallError):
-    """Nothing was sent: no daemon is attached, or not the one that was meant, or it cannot be put."""
+    """Nothing was sent: no daemon is attached, or another one, or the call cannot be written."""
 
 
 class RefusedError(CallError):

@@ -40,6 +40,9 @@ from trikv.tiers.frames import (
 )
 
 ALIVE_S: Final = 1.0
+SOON_S: Final = 0.001
+"""So long a copy that is about to come is waited for without sleep: to wake up takes as long as a
+chunk's first step."""
 POLL_S: Final = 0.0005
 """How often a save looks whether the engine's work before it is over."""
 READ_BYTES: Final = 1 << 20
@@ -106,6 +109,7 @@ class Work:
         self._moving: deque[tuple[Transfer, slice | None]] = deque()  # blocks whole after it
         self._alive_s = 0.0
         self._is_expecting = False
+        self._soon_until_s = 0.0
 
     def run(self) -> None:
         """Move bytes until the daemon closes the socket."""
@@ -114,6 +118,7 @@ class Work:
             self._show_life()
             if self._is_expecting and not self._moving:
                 lane.rehearse()
+                self._soon_until_s = time.perf_counter() + SOON_S
             self._is_expecting = False
             self._turn(lane)
 
@@ -141,12 +146,12 @@ class Work:
 
     def _take_orders(self) -> bool:
         """Take what has come; with nothing to do, wait for it. False: nothing will come."""
-        if not (self._moving or self._waiting):
-            self._sock.settimeout(None)
-        elif self._moving:
+        if self._moving or time.perf_counter() < self._soon_until_s:
             self._sock.settimeout(0)
-        else:  # a save that waits for its engine is looked at again
+        elif self._waiting:  # a save that waits for its engine is looked at again
             self._sock.settimeout(POLL_S)
+        else:
+            self._sock.settimeout(None)
         try:
             data = self._sock.recv(READ_BYTES)
         except (BlockingIOError, TimeoutError):
@@ -159,7 +164,7 @@ class Work:
     def _obey(self, kind: Kind, number: int, body: bytes) -> None:
         if kind is Kind.COPY:
             self._waiting.append(self._transfer(number, read_copy(body)))
-            self._is_expecting = False
+            self._is_expecting, self._soon_until_s = False, 0.0
             return
         if kind is Kind.SOON:
             self._is_expecting = not self._waiting

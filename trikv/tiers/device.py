@@ -29,6 +29,7 @@ from trikv.tiers.drivers import version_problem
 from trikv.tiers.frames import AttachOrder, Direction, GroupOrder, pack_facts
 from trikv.tiers.lane import GpuLane, GpuMemory, Group
 from trikv.tiers.numa import node_of
+from trikv.tiers.rehearsals import Rehearsal
 
 DIRECT_BYTES: Final = 512 << 10
 """Pieces of this size and more are worth a request to the copy engine each."""
@@ -76,7 +77,9 @@ class GpuDevice:
     def lane(self, direction: Direction) -> GpuLane:
         """See `Device`."""
         gpu.make_current(self.context)
-        lane = GpuLane(self, into_engine=direction is Direction.LOAD)
+        into_engine = direction is Direction.LOAD
+        rehearsal = Rehearsal(self.kernels, self.slab_bytes, into_engine=into_engine)
+        lane = GpuLane(self, into_engine=into_engine, practise=rehearsal.run)
         self._lanes.append(lane)
         self._make_staging()
         return lane

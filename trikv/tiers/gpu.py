@@ -132,6 +132,11 @@ def allocate(size: int) -> int | None:
     return int(_ok((result, pointer)))
 
 
+def allocate_host(size: int) -> int:
+    """Pinned memory of this process, until it ends."""
+    return int(_ok(driver.cuMemHostAlloc(size, 0)))
+
+
 def free(address: int) -> None:
     """Give back what `allocate` gave; waits for what the device does."""
     _ok(driver.cuMemFree(address))

@@ -18,7 +18,7 @@ launched in bunches of half of the staging, and pieces that the copy engine is g
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, cast
 
@@ -26,7 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trikv.core.chunks import Ring, Runs, Sorted, page_runs, piece_runs, sort, tall_runs
-from trikv.core.pages import PAGE_ALIGN
 from trikv.core.words import Offsets
 from trikv.tiers import gpu, kernels
 from trikv.tiers.devices import Mapped, Target
@@ -46,7 +45,6 @@ WINDOW_BYTES: Final = 192 << 20
 """As much is under way on a GPU that is ours: a small copy that comes now waits for no more. The
 staging has so much, and all that it may have once the GPU was busy."""
 STAGING_BYTES_MIN: Final = 16 << 20
-REHEARSED: Final = 64
 TALL_PAGES: Final = 8
 """A rectangle costs as much of the processor as some requests of a row."""
 
@@ -150,8 +148,11 @@ class _Landing:
 class GpuLane:
     """One direction; a `Lane`. All calls come from one thread."""
 
-    def __init__(self, device: Owner, *, into_engine: bool) -> None:
+    def __init__(
+        self, device: Owner, *, into_engine: bool, practise: Callable[[], None] = lambda: None
+    ) -> None:
         self._device = device
+        self._practise = practise
         self._into_engine = into_engine
         self._bus, self._cores = gpu.new_stream(), gpu.new_stream()
         self._events: list[gpu.Handle] = []
@@ -167,19 +168,16 @@ class GpuLane:
         self._making = threading.Lock()
 
     def rehearse(self) -> None:
-        """See `Lane`: a thread that has slept needs half a millisecond for its first chunk.
+        """See `Lane`. Not on a busy GPU, where its kernel would be waited for."""
+        if not self._is_busy:
+            self._practise()
 
-        No kernel and no copy: those of a busy GPU would be waited for.
-        """
-        ids = np.arange(REHEARSED, dtype=np.int32)
-        offsets = ids[::-1].astype(np.int64) * (2 * PAGE_ALIGN)
-        sorted_ = sort(ids, offsets, page_bytes=PAGE_ALIGN, slab_bytes=self._device.slab_bytes)
-        page_runs(sorted_.offsets, sorted_.heads, page_bytes=PAGE_ALIGN)
-        behind = self._event()
-        gpu.record(behind, self._bus)
-        gpu.wait_in(self._cores, behind)
-        gpu.wait(behind)
-        self._events.append(behind)
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is under way; what has ended is put away."""
+        while self._moving and gpu.is_over(self._moving[0].end):
+            self.wait()
+        return not self._moving
 
     def chunk_bytes(self, target: Target) -> int:
         """See `Lane`."""
@@ -269,7 +267,7 @@ class GpuLane:
     def _allocate(self, wanted: int) -> None:
         """So much, or half of it, and so on; what there is stays where there is no more."""
         size = wanted
-        while size >= max(STAGING_BYTES_MIN, self._ring.size + 1):
+        while size >= max(min(STAGING_BYTES_MIN, wanted), self._ring.size + 1):
             address = gpu.allocate(size)
             if address is not None:
                 self._ring, self._staging = Ring(size), address
