@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -172,26 +172,45 @@ def gpu_engine(
     waits_by_layer: bool = False,
 ) -> Iterator[GpuEngine]:
     """Register tensors as one rank's, and declare its engine."""
+    with gpu_ranks(
+        address, [tensors], blocks, model=model, waits_by_layer=waits_by_layer
+    ) as engines:
+        yield engines[0]
+
+
+@contextlib.contextmanager
+def gpu_ranks(
+    address: str,
+    shards: Sequence[Tensors],
+    blocks: int,
+    *,
+    model: str = "bench",
+    waits_by_layer: bool = False,
+    replicas: int = 1,
+) -> Iterator[list[GpuEngine]]:
+    """Register the tensors of each rank, and declare their engine; one `GpuEngine` a rank."""
     torch.cuda.synchronize()
-    page = {name: one.numel() // blocks * one.element_size() for name, one in tensors.items()}
     name = f"bench-{os.getpid()}-{time.monotonic_ns()}"
     log = logging.getLogger("bench")
     settings = Settings("bench", address)
-    worker_client, scheduler_client = Client(settings, log), Client(settings, log)
-    worker = WorkerHalf(Calls(worker_client), log, waits_by_layer=waits_by_layer)
-    worker.register(name, 0, tensors, blocks, page)
+    scheduler_client, *clients = (Client(settings, log) for _ in range(len(shards) + 1))
+    engines = []
+    for rank, (client, tensors) in enumerate(zip(clients, shards, strict=True)):
+        page = {name: one.numel() // blocks * one.element_size() for name, one in tensors.items()}
+        worker = WorkerHalf(Calls(client, rank), log, waits_by_layer=waits_by_layer)
+        worker.register(name, rank, tensors, blocks, page, replicas=replicas)
+        scheduler = Calls(scheduler_client)
+        engines.append(GpuEngine(tensors, blocks, sum(page.values()), scheduler, worker, address))
     fields = [{"name": "model", "value": model}]
-    declared = {"name": name, "rankCount": 1, "fields": fields}
+    declared = {"name": name, "rankCount": len(shards), "fields": fields}
     scheduler_client.start(Introduction("declare", lambda: {"instance": declared}))
     try:
         deadline_s = time.monotonic() + READY_S
-        while not (worker_client.is_ready and scheduler_client.is_ready):
+        while not all(one.is_ready for one in (scheduler_client, *clients)):
             if time.monotonic() > deadline_s:
                 raise RuntimeError("the engine did not attach")
             time.sleep(0.02)
-        yield GpuEngine(
-            tensors, blocks, sum(page.values()), Calls(scheduler_client), worker, address
-        )
+        yield engines
     finally:
-        scheduler_client.close()
-        worker_client.close()
+        for one in (scheduler_client, *clients):
+            one.close()
