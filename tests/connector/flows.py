@@ -44,15 +44,21 @@ def negated_bytes_are_seen(world: World) -> dict[str, Any]:
 
 
 @scenario
-def full_prompt_hit_leaves_a_token(world: World) -> dict[str, Any]:
+def full_prompt_hit_computes_its_last_token(world: World) -> dict[str, Any]:
+    """All blocks are loaded; vLLM takes a step back, as somebody must say what comes next."""
     prompt = PROMPT[:96]
     cold = world.warmed(prompt, 6)
     rig = world.rig()
-    rig.add("warm", prompt)
+    free = rig.free
+    saved = world.daemon.counts().get("save")  # a real daemon counts otherwise
+    rig.add("warm", prompt, 1)
     rig.run()
-    assert rig.admitted["warm"] == 80
-    assert rig.outputs["warm"] == cold
+    assert rig.admitted["warm"] == 95
+    assert world.daemon.counts()["loaded"] == 6
+    assert rig.outputs["warm"] == cold[:1]
     assert not rig.wrong
+    rig.settle(free)
+    assert world.daemon.counts().get("save") == saved
     return {}
 
 

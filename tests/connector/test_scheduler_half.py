@@ -8,6 +8,7 @@ import pytest
 
 from tests.connector.doubles import Attachment, FakeCalls
 from trikv.connector.calls import Answer, unpack
+from trikv.connector.holding import Holding
 from trikv.connector.jobs import Report, StepJobs
 from trikv.connector.scheduler import SAVE_BLOCKS_MAX, SchedulerHalf
 from trikv.connector.tracks import Policy
@@ -89,13 +90,21 @@ def test_a_query_is_started_once_and_answered_when_it_is_there() -> None:
     assert bench.half.matched(one, 12) == (0, False)
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(20, 16), (21, 20), (22, 20), (24, 20)])
-def test_a_token_is_left_to_compute(tokens: int, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "loaded", "held"), [(20, 20, 16), (21, 20, 20), (22, 20, 20), (24, 24, 20)]
+)
+def test_a_token_is_left_to_compute_where_a_forward_waits(
+    tokens: int, loaded: int, held: int
+) -> None:
+    """Else vLLM takes a step back itself, and computes one token instead of a block of them."""
     bench = Bench()
     one = request(tokens=tokens)
     bench.half.add(one)
     bench.answer(99)
-    assert bench.half.matched(one, 0) == (expected, True)
+    assert bench.half.matched(one, 0) == (loaded, True)
+    assert bench.half.matched(one, held) == (0, False)  # not worth a load
+    bench.half._holding = Holding(1.0, 1)
+    assert bench.half.matched(one, 0) == (held, False)
 
 
 @pytest.mark.parametrize(
