@@ -153,6 +153,13 @@ class GpuEngine:
             for one in self.tensors.values()
         )
 
+    def clear(self, ids: list[int]) -> None:
+        """Make blocks zero, on all layers."""
+        where = torch.tensor(ids, device="cuda")
+        for one in self.tensors.values():
+            one.index_fill_(list(one.shape).index(self.blocks), where, 0)
+        torch.cuda.synchronize()
+
 
 def rows(tensor: torch.Tensor, blocks: int, ids: list[int]) -> torch.Tensor:
     """The bytes of some blocks of one layer; as bytes, because NaN differs from itself."""

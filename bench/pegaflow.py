@@ -16,7 +16,7 @@ import tempfile
 import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,22 +151,101 @@ def _fill(url: str, counts: Sequence[int], prompts: int) -> Ask:
 
 def _attach(url: str, block_count: int) -> tuple[Any, Any]:
     import torch  # noqa: PLC0415  # optional
+
+    blocks = torch.zeros((block_count, *BLOCK_SHAPE), dtype=torch.bfloat16, device="cuda")
+    client = _register(url, NAMESPACE, {LAYER: blocks}, block_count)
+    client.start_session_watcher(NAMESPACE, NAMESPACE, 1, 1)
+    return client, blocks
+
+
+def _register(url: str, instance: str, layers: Mapping[str, Any], block_count: int) -> Any:  # noqa: ANN401
+    """A client with these tensors: blocks outermost, or K and V before them."""
+    import torch  # noqa: PLC0415  # optional
     from pegaflow.ipc_wrapper import CudaIPCWrapper  # noqa: PLC0415
     from pegaflow.pegaflow import EngineRpcClient  # noqa: PLC0415
 
-    blocks = torch.zeros((block_count, *BLOCK_SHAPE), dtype=torch.bfloat16, device="cuda")
     torch.cuda.synchronize()
-    block_bytes = blocks.stride(0) * blocks.element_size()
     client = EngineRpcClient(url)
-    wrapped = pickle.dumps(CudaIPCWrapper(blocks))
+    wrapped = [pickle.dumps(CudaIPCWrapper(one)) for one in layers.values()]
+    dims = [0 if one.shape[0] == block_count else 1 for one in layers.values()]
+    strides = [
+        [one.stride(at) * one.element_size() for at in range(dim + 1)]
+        for one, dim in zip(layers.values(), dims, strict=True)
+    ]
     is_known, why = client.register_context_batch(
-        NAMESPACE, NAMESPACE, 0, 0, 1, 1, 0,
-        [LAYER], [wrapped], [block_count], [block_bytes], [0], [1], "direct", False,  # noqa: FBT003
+        instance, NAMESPACE, 0, 0, 1, 1, 0,
+        list(layers), wrapped, [block_count] * len(dims), [one[-1] for one in strides],
+        [one[0] if len(one) > 1 else 0 for one in strides], [1 + dim for dim in dims],
+        "direct", False,  # noqa: FBT003
     )  # fmt: skip
     if not is_known:
         raise RuntimeError(f"register: {why}")
-    client.start_session_watcher(NAMESPACE, NAMESPACE, 1, 1)
-    return client, blocks
+    return client
+
+
+class Rank:
+    """One rank's tensors, registered with its server too."""
+
+    def __init__(self, address: str, layers: Mapping[str, Any], block_count: int) -> None:
+        """Register.
+
+        Args:
+            address: of its server, as `serve` yields it.
+            layers: tensors whose blocks are outermost, or come after K and V.
+            block_count: of each.
+
+        Raises:
+            RuntimeError: it refuses them.
+        """
+        self._instance = uuid.uuid4().hex
+        self._layers = dict(layers)
+        self._client = _register(f"http://{address}", self._instance, layers, block_count)
+
+    def save(self, name: str, blocks: list[int]) -> float:
+        """Save blocks under made-up hashes; returns seconds from the call to the answer."""
+        hashes = _hashes(name, len(blocks))
+        saves = [(layer, blocks, hashes) for layer in self._layers]
+        begin_s = time.perf_counter()
+        is_saved, why = self._client.save(self._instance, 0, 0, 0, saves)
+        took_s = time.perf_counter() - begin_s
+        if not is_saved:
+            raise RuntimeError(f"save: {why}")
+        return took_s
+
+    def load(self, name: str, blocks: list[int]) -> float:
+        """Load them back into other blocks; returns seconds from the call to the last byte."""
+        from pegaflow.pegaflow import PyLoadState  # noqa: PLC0415  # optional
+
+        lease = self._lease(_hashes(name, len(blocks)))
+        begin_s = time.perf_counter()
+        state = PyLoadState()
+        loads = [(lease, [blocks])]
+        is_begun, why = self._client.load(
+            self._instance, 0, 0, state.shm_name(), [list(self._layers)], loads
+        )
+        if not is_begun:
+            raise RuntimeError(f"load: {why}")
+        while not state.is_ready():
+            if time.perf_counter() - begin_s > READY_S:
+                raise RuntimeError("load: no end")
+        took_s = time.perf_counter() - begin_s
+        if state.get_state() != 1:
+            raise RuntimeError(f"load: state {state.get_state()}")
+        return took_s
+
+    def _lease(self, hashes: list[bytes]) -> bytes:
+        """Once all of them are found: what is saved is found a moment later."""
+        from pegaflow.pegaflow import QueryReady  # noqa: PLC0415  # optional
+
+        deadline_s = time.monotonic() + READY_S
+        while time.monotonic() < deadline_s:
+            found = self._client.query_prefetch(self._instance, hashes, req_id=uuid.uuid4().hex)
+            if isinstance(found, QueryReady):
+                if found.num_hit_blocks == len(hashes):
+                    return bytes(found.lease)
+                if found.lease:
+                    self._client.release(found.lease)
+        raise RuntimeError("what was saved is not found")
 
 
 def _hashes(name: str, count: int) -> list[bytes]:

@@ -1,7 +1,7 @@
 """How fast blocks get from a GPU into the pool and back, beside one large copy.
 
     python -m bench.transfer [--json] [--layouts all|NAME,...] [--mib 128,512,2048] [--rounds 7]
-        [--load] [--plot FILE.png [--lines FILE.jsonl]]
+        [--load] [--plot FILE.png [--lines FILE.jsonl]] [--pegaflow FOLDER]
     python -m bench.transfer --ranks 8 [--calls 2000] [--json]     (needs no GPU: see `bench.ranks`)
 
 A daemon with a copier, and an engine process with real KV tensors, through the connector's own
@@ -9,8 +9,10 @@ worker. `save` and `load` are the copier's: from the arrival of the order to the
 median of all rounds; `with its call` is what the engine sees, from the call to the answer. Blocks
 are drawn at random, anew in each round, and the pool is full and churned after the first rounds.
 The base is one copy of as many bytes between a plain buffer and registered memory, taken in turns
-with ours. Bytes are compared on the GPU in every case. `--load`: the same while another process
-multiplies matrices without a pause, with its speed beside what it has just before and after.
+with ours; and so is PegaFlow, with the same tensors in the layouts that it knows, where its wheel
+is installed or unpacked in a folder: of that only the time with its call is seen. Bytes are
+compared on the GPU in every case. `--load`: the same while another process multiplies matrices
+without a pause, with its speed beside what it has just before and after.
 """
 
 import argparse
@@ -30,13 +32,15 @@ from pathlib import Path
 
 import torch
 
-from bench import daemons, ranks
+from bench import daemons, pegaflow, ranks
 from bench.busy import computing
-from bench.gpu_engine import LAYOUTS, GpuEngine, gpu_engine
+from bench.gpu_engine import LAYOUTS, GpuEngine, Tensors, gpu_engine
 from bench.lines import Line, print_json, print_table
 
 POOL = "12gb"
 TARGETS = {512: 0.97, 128: 0.92}  # MiB and more: ratio to one large copy
+PEER_TARGETS = {"block outermost": 1.05, "K and V apart": 3.0}
+"""By layouts that PegaFlow knows: ratio to its default way."""
 LOADED_S, LOADED_TURNS = 0.5, 4
 BEGUN_S = 0.1
 
@@ -82,12 +86,19 @@ class Times:
     copied: list[dict[str, float]] = field(default_factory=list)  # the copier's, of each round
     save_base: list[float] = field(default_factory=list)
     load_base: list[float] = field(default_factory=list)
+    save_peer: list[float] = field(default_factory=list)  # PegaFlow's, with its call
+    load_peer: list[float] = field(default_factory=list)
 
 
 def rounds(
-    engine: GpuEngine, ceiling: Ceiling, count: int, goes_on: Callable[[int], bool], case: str
+    engine: GpuEngine,
+    ceiling: Ceiling,
+    peer: pegaflow.Rank | None,
+    count: int,
+    goes_on: Callable[[int], bool],
+    case: str,
 ) -> Times:
-    """Save and load `count` random blocks, in turns with the base."""
+    """Save and load `count` random blocks, in turns with the base and the peer."""
     times = Times()
     size = count * engine.page_bytes
     number = 0
@@ -104,6 +115,13 @@ def rounds(
         times.load.append(load_s)
         if number == 0 and not engine.equal(source, target):
             raise RuntimeError(f"{case}: bytes differ")
+        if peer is not None:
+            times.save_peer.append(peer.save(name, source))
+            if number == 0:
+                engine.clear(target)
+            times.load_peer.append(peer.load(name, target))
+            if number == 0 and not engine.equal(source, target):
+                raise RuntimeError(f"{case}: bytes differ after PegaFlow's load")
         number += 1
         after = copied_s(engine.address)
         times.copied.append({name: after[name] - before[name] for name in after})
@@ -119,12 +137,19 @@ def copied_s(address: str) -> dict[str, float]:
 
 def lines_of(times: Times, case: str, size: int, target: float | None) -> Iterator[Line]:
     """Both directions and the query of one case."""
-    for name, taken, base in (
-        ("save", times.save, times.save_base),
-        ("load", times.load, times.load_base),
+    for name, taken, base, peers in (
+        ("save", times.save, times.save_base, times.save_peer),
+        ("load", times.load, times.load_base, times.load_peer),
     ):
         speed, ceiling = (size / statistics.median(one) / 1e9 for one in (taken, base))
         copied = statistics.median(one[name] for one in times.copied)
+        if peers:
+            theirs = size / statistics.median(peers) / 1e9
+            least = PEER_TARGETS[case.rpartition(",")[0]]
+            metric, best = f"{name}, PegaFlow's with its call", size / copied / 1e9
+            yield Line(case, metric, best, "GB/s", least, theirs, more_is_better=True)
+            metric = f"{name} with its call, and PegaFlow's"
+            yield Line(case, metric, speed, "GB/s", None, theirs, more_is_better=True)
         yield Line(case, name, size / copied / 1e9, "GB/s", target, ceiling, more_is_better=True)
         yield Line(case, f"{name} with its call", speed, "GB/s", None, ceiling, more_is_better=True)
         call_us = (statistics.median(taken) - copied) * 1e6
@@ -137,26 +162,54 @@ def idle_target(mebibytes: int) -> float | None:
     return next((target for least, target in TARGETS.items() if mebibytes >= least), None)
 
 
+@contextlib.contextmanager
+def pegaflow_beside(pool: str) -> Iterator[str]:
+    """Its server, for the first GPU; empty where it cannot run."""
+    why = pegaflow.missing()
+    if why:
+        print(f"not measured beside PegaFlow: {why}", file=sys.stderr)
+        yield ""
+        return
+    with pegaflow.serve(pool) as address:
+        yield address
+
+
+def peer_layers(layout: str, tensors: Tensors, blocks: int) -> Tensors:
+    """Tensors as PegaFlow wants them: all layers of a block as one where they lie together."""
+    if layout != "block outermost":
+        return tensors
+    first = tensors["l0"]
+    rows = first.as_strided((blocks, first.stride(0)), (first.stride(0), 1))
+    return {pegaflow.LAYER: rows}
+
+
 def measure(args: argparse.Namespace) -> Iterator[Line]:
     """All cases."""
     sizes = [int(one) for one in args.mib.split(",")]
     names = list(LAYOUTS) if args.layouts == "all" else args.layouts.split(",")
     ceiling = Ceiling.of(max(sizes) * 1_100_000)
-    with daemons.daemon("--pool-size", args.pool) as address:
+    with (
+        daemons.daemon("--pool-size", args.pool) as address,
+        pegaflow_beside(args.pool) as their_address,
+    ):
         for layout in names:
             page = sum(one.numel() * one.element_size() for one in LAYOUTS[layout](1).values())
             blocks = 2 * max(sizes) * (1 << 20) // page + 64
             tensors = LAYOUTS[layout](blocks)
             with gpu_engine(address, tensors, blocks, model=layout) as engine:
                 wait_for_pool(address)
+                peer = None
+                if their_address and layout in PEER_TARGETS:
+                    theirs = peer_layers(layout, tensors, blocks)
+                    peer = pegaflow.Rank(their_address, theirs, blocks)
                 for mebibytes in sizes:
                     count = max(1, mebibytes * (1 << 20) // page)
                     case, size = f"{layout}, {mebibytes} MiB", count * page
-                    times = rounds(engine, ceiling, count, lambda n: n < args.rounds, case)
+                    times = rounds(engine, ceiling, peer, count, lambda n: n < args.rounds, case)
                     yield from lines_of(times, case, size, idle_target(mebibytes))
                 if args.load:
                     yield from loaded(engine, ceiling, layout, page)
-            del tensors, engine
+            del tensors, engine, peer
             torch.cuda.empty_cache()
 
 
@@ -275,6 +328,7 @@ def main() -> None:
     parser.add_argument("--load", action="store_true")
     parser.add_argument("--plot", help="draw a picture")
     parser.add_argument("--lines", help="measure nothing: take what an earlier run printed")
+    parser.add_argument("--pegaflow", help="folder of its unpacked wheel")
     parser.add_argument("--ranks", type=int, help="so many ranks on made-up GPUs: Python's share")
     parser.add_argument("--calls", type=int, default=2000, help="queries meanwhile, with --ranks")
     args = parser.parse_args()
@@ -285,6 +339,8 @@ def main() -> None:
         show = partial(print_json, "transfer") if args.json else print_table
         show(ranks.measure(args.ranks, args.calls))
         return
+    if args.pegaflow:
+        sys.path.insert(0, args.pegaflow)
     if not torch.cuda.is_available():
         sys.exit("bench.transfer: needs an NVIDIA GPU")
     lines = []
