@@ -162,7 +162,7 @@ class SchedulerHalf:
         self._loads.append(job)
         if job.lease:
             self._begin(job)
-            if job.is_held:
+            if job.is_held or not self._holding.is_computing:  # nobody is kept waiting
                 time.sleep(YIELD_S)  # the client's thread sends it now, not after this step's work
         self.tally.add("hit_blocks", count)
         self.tally.add("hit_requests")
