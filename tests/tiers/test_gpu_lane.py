@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import math
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tiers.cuda_double import BLOCKS, END, ENGINE, POOL, SLAB, WORD, Cuda, Owner, doubled
+from tests.tiers.cuda_double import (
+    BLOCKS,
+    END,
+    ENGINE,
+    FREE,
+    POOL,
+    SLAB,
+    WORD,
+    Cuda,
+    Owner,
+    doubled,
+)
 from trikv.core.layout import Piece
 from trikv.core.pages import PAGE_ALIGN
 from trikv.tiers.frames import AttachOrder, CopyOrder, Direction, GroupOrder
@@ -275,3 +287,28 @@ def test_staging_is_there_before_a_stream_can_wait_for_a_load(
         assert [one._ring.size for one in lanes] == 2 * [3 * PAGE_ALIGN * has_words]
         device.detach(mapped)
         assert [one._ring.size for one in lanes] == [0, 0]
+
+
+@pytest.mark.parametrize("into_engine", [False, True])
+def test_a_rehearsal_goes_the_whole_way_and_touches_nobody_s_memory(*, into_engine: bool) -> None:
+    with doubled() as (cuda, lane_module, _):
+        rehearsals = import_module("trikv.tiers.rehearsals")
+        cuda.memory[:] = np.random.default_rng(1).integers(0, 256, END, np.uint8)
+        before = cuda.memory[:FREE].copy()  # the pool, and the engine's
+        owner = Owner(256 << 10)
+        rehearsal = rehearsals.Rehearsal(owner.kernels, SLAB, into_engine=into_engine)
+        lane = lane_module.GpuLane(owner, into_engine=into_engine, practise=rehearsal.run)
+        launched, launch = [0], cuda.launch
+        cuda.launch = lambda *args: (launched.__setitem__(0, launched[0] + 1), launch(*args))  # type: ignore[method-assign]
+        for turn in range(1, 4):
+            lane.rehearse()
+            lane.rehearse()  # the one before has not ended: nothing is begun
+            assert launched == [turn]
+            assert cuda.rows == turn * rehearsals.PAGES
+            while any(cuda.streams):
+                cuda.go_on()
+        assert np.array_equal(cuda.memory[:FREE], before)
+        lane._busy_until_s = math.inf
+        lane.rehearse()
+        assert launched == [3]
+        assert not lane._moving
