@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.gpu_engine import GpuEngine, gpu_engine
-from tests.gpu.test_gpu import saved_hashes, status, tensors_of
+from tests.gpu.test_gpu import saved_hashes, status, tensors_of, until
 from tests.integration.daemons import RunningDaemon
 from trikv.connector import layers
 from trikv.connector.calls import pack
@@ -173,3 +174,27 @@ def test_a_copier_that_dies_under_a_held_load_costs_no_byte_and_frees_the_stream
         assert status(daemon)["copiers"][0]["pid"] != pid
         for one, seen in zip(tensors.values(), read, strict=True):
             assert torch.equal(seen, one[:count])
+
+
+def test_an_idle_engine_sees_that_a_load_has_come_without_its_answer(daemon: RunningDaemon) -> None:
+    """Each time, by a word that the GPU writes behind the last byte."""
+    blocks, count = 2 * 256, 256
+    tensors = tensors_of(blocks, 8)
+    with gpu_engine(daemon.address, tensors, blocks) as engine:
+        name = "alone"
+        engine.save(name, list(range(count)))
+        blob = saved_hashes(engine, name, count)
+        for _ in range(5):
+            for one in tensors.values():
+                one[count:] = 0
+            torch.cuda.synchronize()
+            answer = engine.scheduler.query(name, 32, blob).result(10)
+            job = LoadJob(name, answer.lease, 0, pack(range(count, blocks)), is_alone=True)
+            engine.worker.start_loads([job])
+            loading = engine.worker._loading[name]
+            assert loading.future is not None
+            answered, loading.future = loading.future, Future()  # nobody answers
+            until(lambda: engine.worker.finished(is_idle=True)[1] == {name})
+            assert all(torch.equal(one[count:], one[:count]) for one in tensors.values())
+            assert engine.worker.take_invalid() == set()
+            assert answered.result(10) == ()

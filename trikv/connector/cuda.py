@@ -198,6 +198,7 @@ class SignalWords:
             driver: to it.
         """
         self._words = words  # keeps the memory
+        self._seen = words.new_empty(len(words), device="cpu").pin_memory()
         self.allocation = allocation
         self.count = len(words)
         self.offset = words.data_ptr() - allocation.address
@@ -219,11 +220,21 @@ class SignalWords:
         with on_device(str(self._words.device)):
             self._driver.write_word(self._side.cuda_stream, self._address(number), value)
 
+    def read(self) -> list[int]:
+        """All words as they are now, of an idle GPU: else a copy's chunk may be waited for."""
+        from torch.cuda import stream  # noqa: PLC0415  # an engine without a GPU may have none
+
+        with stream(self._side):
+            self._seen.copy_(self._words, non_blocking=True)
+        self._side.synchronize()
+        values: list[int] = self._seen.tolist()
+        return values
+
     def _address(self, number: int) -> int:
         return int(self._words.data_ptr()) + WORD_BYTES * (number - 1)
 
 
-def signal_words(name: str, driver: Driver, count: int = SIGNAL_COUNT) -> SignalWords | None:
+def signal_words(name: str, driver: Driver, count: int = 2 * SIGNAL_COUNT) -> SignalWords | None:
     """Words on a device that is current now; None: its streams cannot wait for words."""
     import torch  # noqa: PLC0415  # an engine without a GPU may have no CUDA torch
 

@@ -8,7 +8,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
 
 SIGNAL_COUNT: Final = 32
-"""Words of a rank's GPU memory in which loads show their end; see `LoadJob.signal`."""
+"""Words of a rank's GPU memory in which loads show their end; see `LoadJob.signal`. As many more
+are for loads that no forward waits for; see `Arrivals`."""
 IDLE_S: Final = 0.001
 """How long a step that computes nothing may wait for an answer, instead of going round at once.
 
@@ -26,6 +27,7 @@ class LoadJob:
     first: int  # position inside the lease
     blocks: bytes  # engine block ids, little-endian int32
     _: KW_ONLY
+    is_alone: bool = False  # the engine computes nothing and sees at once when they are there
     signal: int = 0  # from 1: this step's forward waits for that word; 0: it does not need them
     value: int = 0  # to be this
     is_ordered: bool = False  # section after section, and the word shows each; the worker decides

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from trikv.connector.calls import ID_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from trikv.connector.jobs import LoadJob
 
@@ -54,6 +54,10 @@ class Words(Protocol):
 
     def write(self, number: int, value: int) -> None:
         """The word becomes `value`, at once; any thread."""
+        ...
+
+    def read(self) -> Sequence[int]:
+        """All words as they are now."""
         ...
 
 

@@ -113,6 +113,10 @@ class Overlap:
         if self.words is None:
             held.ended.wait()
 
+    def shown(self, job: LoadJob) -> LoadJob:
+        """A load that a forward waits for, as it should be sent: its word is there or not."""
+        return job if self.words is not None else replace(job, signal=0)
+
     def in_order(self, job: LoadJob) -> LoadJob:
         """A load as it should be sent: section after section, where that may be of use."""
         is_ordered = self.layers is not None and self.layers.may_order(job)

@@ -153,6 +153,7 @@ class SchedulerHalf:
             lease=found.lease if found is not None else 0,
             first=first,
             blocks=pack(track.blocks[first : first + count]),
+            is_alone=not self._holding.is_computing,
         )
         if track.is_held:
             job = self._hold(track, job, first + count)
@@ -162,7 +163,7 @@ class SchedulerHalf:
         self._loads.append(job)
         if job.lease:
             self._begin(job)
-            if job.is_held or not self._holding.is_computing:  # nobody is kept waiting
+            if job.is_held or job.is_alone:  # nobody is kept waiting
                 time.sleep(YIELD_S)  # the client's thread sends it now, not after this step's work
         self.tally.add("hit_blocks", count)
         self.tally.add("hit_requests")

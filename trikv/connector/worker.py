@@ -6,6 +6,7 @@ does not know sockets, vLLM's classes or which blocks are worth anything.
 A load is reported when one of these is known:
 
     answered    the daemon has answered: no byte is written any more
+    come        the GPU has written the load's word, behind its last byte; see `Arrivals`
     not sent    it never left this process
     dead        the connection broke, and the daemon's process has ended
     fenced      the connection broke, and the same daemon has accepted this rank again, which it
@@ -19,11 +20,11 @@ away what it may still read. So nothing ever waits for a save but an ended reque
 from __future__ import annotations
 
 import time
-from concurrent.futures import FIRST_COMPLETED, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from trikv.connector import cuda, layouts
+from trikv.connector.arrivals import Arrivals
 from trikv.connector.calls import ID_BYTES, Calls, Saved, unpack
 from trikv.connector.client import Attached, Introduction
 from trikv.connector.fences import Fences
@@ -94,6 +95,7 @@ class WorkerHalf:
         self._overlap = Overlap(calls, log, self._is_over, self._give_up_saves)
         self._orders_loads, self._waits_by_layer = orders_loads, waits_by_layer
         self._events: cuda.StepEvents | None = None
+        self._arrivals = Arrivals(None)
         self._calls = calls
         self._log = log
         self._clock = clock
@@ -155,6 +157,7 @@ class WorkerHalf:
             self._events = cuda.step_events(device)
             words = cuda.signal_words(device, driver)
             self._overlap.words = words
+            self._arrivals = Arrivals(words)
             ends = section_ends(plan.layer_ends) if self._waits_by_layer else ()
             if ends and words is not None:
                 self._overlap.layers = Layers(plan.layer_ends, ends, words)
@@ -205,12 +208,15 @@ class WorkerHalf:
         job = self._overlap.in_order(job)
         if via is None or not self._is_registered or not job.lease:
             return job, None, None
-        shown = job if self._overlap.words is not None else replace(job, signal=0)
         try:
-            return job, via, self._calls.load(shown, via, self._load_s, event)
+            shown = self._overlap.shown(job) if job.is_held else self._arrivals.mark(job)
+            outcome = self._calls.load(shown, via, self._load_s, event)
         except Exception:  # noqa: BLE001  # the others must be sent, and this one reported
             self._log.exception("TriKV: a load could not be sent")
             return job, None, None
+        if not job.is_held:
+            self._arrivals.follow(shown, outcome)
+        return job, via, outcome
 
     def start_saves(self, jobs: Iterable[SaveJob]) -> None:
         """Send saves of blocks that are complete once the step's work is over.
@@ -275,8 +281,7 @@ class WorkerHalf:
                 )
         if is_idle:
             futures = [one.future for one in self._loading.values() if one.future is not None]
-            if futures:
-                wait(futures, IDLE_S, FIRST_COMPLETED)
+            self._arrivals.wait(futures, IDLE_S)
         for request in list(self._saving):
             self._collect_saves(request)
         sent = set()
@@ -291,6 +296,7 @@ class WorkerHalf:
         loaded = {request for request, loading in self._loading.items() if self._has_ended(loading)}
         for request in loaded:
             del self._loading[request]
+            self._arrivals.forget(request)
         return sent, loaded
 
     def take_invalid(self) -> set[int]:
@@ -313,7 +319,9 @@ class WorkerHalf:
     def _has_ended(self, loading: _Loading) -> bool:
         """Whether nothing writes the blocks any more; notes those that did not arrive."""
         failed: Iterable[int] = range(len(loading.job.blocks) // ID_BYTES)
-        if loading.future is not None and loading.via is not None:
+        if self._arrivals.has(loading.job.request):
+            failed = ()
+        elif loading.future is not None and loading.via is not None:
             if not loading.future.done():
                 return False
             try:

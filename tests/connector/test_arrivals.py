@@ -1,0 +1,114 @@
+"""Words of loads that no forward waits for: believed when they say so, and never otherwise."""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.connector.doubles import FakeCalls
+from trikv.connector import arrivals
+from trikv.connector.arrivals import Arrivals
+from trikv.connector.calls import pack
+from trikv.connector.jobs import SIGNAL_COUNT, LoadJob
+from trikv.connector.link import LostError
+from trikv.connector.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+LOG = logging.getLogger("test.arrivals")
+
+
+class Words:
+    """What the GPU has written."""
+
+    def __init__(self) -> None:
+        self.values = [0] * 2 * SIGNAL_COUNT
+
+    def read(self) -> list[int]:
+        return self.values
+
+    def show(self, marked: LoadJob) -> None:
+        self.values[marked.signal - 1] = marked.value
+
+
+class Rank:
+    def __init__(self) -> None:
+        self.calls, self.words = FakeCalls(), Words()
+        self.half = WorkerHalf(self.calls, LOG)  # type: ignore[arg-type]
+        self.half.register("i", 0, {"l": torch.zeros(8, 2, 4, 4)}, 8, 128)
+        self.half._arrivals = Arrivals(self.words)  # type: ignore[arg-type]
+
+    def load(self, name: str, *, is_alone: bool = True) -> tuple[LoadJob, "Future[Any]"]:
+        """What was sent, and what will be its answer."""
+        self.half.start_loads([LoadJob(name, 5, 0, pack([1, 2]), is_alone=is_alone)])
+        return self.calls.loads[name]
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trikv.connector.worker.IDLE_S", 0.01)
+
+
+def test_a_load_that_has_come_is_reported_before_its_answer_once() -> None:
+    rank = Rank()
+    shown, answer = rank.load("a")
+    assert SIGNAL_COUNT < shown.signal <= 2 * SIGNAL_COUNT
+    assert rank.half.finished(is_idle=True) == (set(), set())
+    rank.words.show(shown)
+    assert rank.half.finished(is_idle=True) == (set(), {"a"})
+    answer.set_result(())
+    assert rank.half.finished(is_idle=True) == (set(), set())
+    assert rank.half.take_invalid() == set()
+    assert rank.half.tally.take()["loaded_blocks"] == 2
+
+
+def test_what_is_missing_is_said_by_the_answer() -> None:
+    rank = Rank()
+    _, answer = rank.load("a")
+    answer.set_result((1,))
+    assert rank.half.finished(is_idle=True) == (set(), {"a"})
+    assert rank.half.take_invalid() == {2}
+
+
+def test_a_load_of_a_lost_session_has_come_when_its_word_says_so() -> None:
+    rank = Rank()
+    shown, answer = rank.load("a")
+    answer.set_exception(LostError("cut"))
+    assert rank.half.finished(is_idle=True) == (set(), set())  # it may still be written
+    rank.words.show(shown)
+    assert rank.half.finished(is_idle=True) == (set(), {"a"})
+    assert rank.half.take_invalid() == set()
+
+
+def test_a_word_is_given_again_with_another_value_and_only_after_the_answer() -> None:
+    rank = Rank()
+    first, answer = rank.load("a")
+    given = {rank.load(f"other {n}")[0].signal for n in range(SIGNAL_COUNT - 1)}
+    assert len(given | {first.signal}) == SIGNAL_COUNT
+    assert rank.load("one more")[0].signal == 0
+    rank.words.show(first)
+    assert rank.half.finished(is_idle=True)[1] == {"a"}
+    assert rank.load("and one")[0].signal == 0  # the answer is still out
+    answer.set_result(())
+    again, _ = rank.load("b")
+    assert again.signal == first.signal
+    assert again.value != first.value
+    rank.words.show(first)  # late
+    assert rank.half.finished(is_idle=True) == (set(), set())
+    rank.words.show(again)
+    assert rank.half.finished(is_idle=True) == (set(), {"b"})
+
+
+def test_only_an_engine_that_computes_nothing_gives_words() -> None:
+    rank = Rank()
+    assert rank.load("a", is_alone=False)[0].signal == 0
+    rank.half._arrivals = Arrivals(None)
+    assert rank.load("b")[0].signal == 0
+
+
+def test_values_begin_again_before_they_have_a_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "VALUE_MAX", 3)
+    rank = Rank()
+    assert [rank.load(f"{n}")[0].value for n in range(5)] == [1, 2, 3, 1, 2]
