@@ -45,7 +45,7 @@ def negated_bytes_are_seen(world: World) -> dict[str, Any]:
 
 @scenario
 def full_prompt_hit_computes_its_last_token(world: World) -> dict[str, Any]:
-    """All blocks are loaded; vLLM takes a step back, as somebody must say what comes next."""
+    """All blocks are loaded, and somebody must say what comes next."""
     prompt = PROMPT[:96]
     cold = world.warmed(prompt, 6)
     rig = world.rig()

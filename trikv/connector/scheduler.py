@@ -98,7 +98,7 @@ class SchedulerHalf:
         track = self._track(request)
         tokens = self._policy.block_tokens
         track.local_count = computed_tokens // tokens
-        # A forward that waits must have a token to compute, whole blocks only.
+        # A forward that waits computes a token at least; its layers wait where these are several.
         wanted = (request.num_tokens - 1) // tokens - track.local_count
         if wanted <= 0 or not track.is_cacheable or not self.promises:
             return 0, False
@@ -112,9 +112,11 @@ class SchedulerHalf:
         if count <= 0:
             return 0, False
         track.is_held = self._holding.may_hold(count)
-        if not track.is_held:  # of a whole prompt vLLM computes the last token again, and only that
-            count = min(found.hit_count, request.num_tokens // tokens) - track.local_count
-        return count * tokens, not track.is_held
+        if track.is_held:
+            return count * tokens, False
+        # Of a whole prompt the last token alone is computed again, though its block is loaded.
+        found_tokens = min(found.hit_count, request.num_tokens // tokens) * tokens
+        return min(found_tokens, request.num_tokens - 1) - track.local_count * tokens, True
 
     def _track(self, request: Any) -> Track:  # noqa: ANN401
         track = self._tracks.get(request.request_id)

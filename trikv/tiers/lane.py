@@ -31,10 +31,11 @@ from trikv.tiers import gpu, kernels
 from trikv.tiers.devices import Mapped, Target
 from trikv.tiers.frames import CopyOrder
 
-CHUNK_BYTES: Final = 16 << 20
+CHUNK_BYTES: Final = 32 << 20
 CHUNK_BYTES_BUSY: Final = 64 << 20
-CHUNKS_BUSY: Final = 4
-"""So many chunks of a busy GPU fit into the staging, at least."""
+CHUNK_BYTES_DIRECT: Final = 16 << 20
+CHUNKS_MIN: Final = 4
+"""So many chunks fit into the staging, at least."""
 BUS_BYTES_S: Final = 40e9
 LATE_S: Final = 0.001
 """A chunk that ends so much later than the bus needs has waited for the GPU's other users."""
@@ -181,10 +182,10 @@ class GpuLane:
 
     def chunk_bytes(self, target: Target) -> int:
         """See `Lane`."""
-        is_direct = cast("Group", target).is_direct
-        if is_direct or not self._is_busy:
-            return CHUNK_BYTES
-        return max(CHUNK_BYTES, min(CHUNK_BYTES_BUSY, self._ring.size // CHUNKS_BUSY))
+        if self._is_busy and cast("Group", target).is_direct:
+            return CHUNK_BYTES_DIRECT
+        most = CHUNK_BYTES_BUSY if self._is_busy else CHUNK_BYTES
+        return min(most, self._ring.size // CHUNKS_MIN or most)
 
     @property
     def _is_busy(self) -> bool:
