@@ -109,11 +109,8 @@ class Ring:
         At the bound: operations beyond the depth of their direction wait, first come first served,
         less than `SMALL_BYTES` before all others: they are records, for which whole blocks wait.
         """
-        if self.is_stalled or self._is_closed:
+        if self.is_stalled or self._is_closed or len(transfers.offsets) == 0:
             transfers.results[:] = errno.ESHUTDOWN
-            await trio.lowlevel.checkpoint()
-            return
-        if len(transfers.offsets) == 0:
             await trio.lowlevel.checkpoint()
             return
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -235,7 +232,15 @@ class Ring:
             await trio.lowlevel.wait_readable(self._queue.event_fd)
             with suppress(BlockingIOError):
                 os.eventfd_read(self._queue.event_fd)  # before reaping, so that no event is lost
+            sleeper = None if self._is_feed_wanted else self._feeder
+            if sleeper is not None:
+                self._feeder = None  # what takes the place of the ended needs no turn of its own
             self._deliver()
+            if sleeper is not None:
+                is_wanted = self._is_feed_wanted and self._push_some()
+                self._feeder, self._is_feed_wanted = sleeper, False
+                if is_wanted:
+                    self._want_feed()
 
     def _deliver(self) -> None:
         for ticket, outcome_ in self._queue.reap():
