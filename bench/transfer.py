@@ -146,10 +146,10 @@ def lines_of(times: Times, case: str, size: int, target: float | None) -> Iterat
         if peers:
             theirs = size / statistics.median(peers) / 1e9
             least = PEER_TARGETS[case.rpartition(",")[0]]
-            metric, best = f"{name}, PegaFlow's with its call", size / copied / 1e9
-            yield Line(case, metric, best, "GB/s", least, theirs, more_is_better=True)
-            metric = f"{name} with its call, and PegaFlow's"
-            yield Line(case, metric, speed, "GB/s", None, theirs, more_is_better=True)
+            metric, best = f"{name}, beside PegaFlow's with its call", size / copied / 1e9
+            yield Line(case, metric, best, "GB/s", None, theirs, more_is_better=True)
+            metric = f"{name} with its call, beside PegaFlow's"
+            yield Line(case, metric, speed, "GB/s", least, theirs, more_is_better=True)
         yield Line(case, name, size / copied / 1e9, "GB/s", target, ceiling, more_is_better=True)
         yield Line(case, f"{name} with its call", speed, "GB/s", None, ceiling, more_is_better=True)
         call_us = (statistics.median(taken) - copied) * 1e6

@@ -49,6 +49,25 @@ def failed_blocks_are_computed(world: World) -> dict[str, Any]:
 
 
 @scenario
+def failed_blocks_of_a_whole_prompt_are_computed(world: World) -> dict[str, Any]:
+    """Its last block counts a token less than it holds."""
+    prompt = PROMPT[: 6 * BLOCK]
+    cold = world.warmed(prompt, 6)
+    for fail_from in (5, 2, 0):
+        world.daemon.tell(fail_loads=fail_from)
+        rig = world.rig()
+        free = rig.free
+        rig.add("warm", prompt)
+        rig.run()
+        assert rig.outputs["warm"] == cold
+        assert not rig.wrong, rig.wrong
+        assert rig.admitted["warm"] == fail_from * BLOCK, rig.admitted
+        assert "error" not in rig.finish["warm"].lower()
+        rig.settle(free)
+    return {}
+
+
+@scenario
 def daemon_killed_in_mid_load(world: World) -> dict[str, Any]:
     """The load is on its way when the daemon freezes; it is given up at its death, not before."""
     cold = world.warmed(PROMPT, 6)

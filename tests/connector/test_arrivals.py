@@ -38,7 +38,7 @@ class Rank:
         self.calls, self.words = FakeCalls(), Words()
         self.half = WorkerHalf(self.calls, LOG)  # type: ignore[arg-type]
         self.half.register("i", 0, {"l": torch.zeros(8, 2, 4, 4)}, 8, 128)
-        self.half._arrivals = Arrivals(self.words)  # type: ignore[arg-type]
+        self.half._arrivals = Arrivals(self.words, LOG)  # type: ignore[arg-type]
 
     def load(self, name: str, *, is_alone: bool = True) -> tuple[LoadJob, "Future[Any]"]:
         """What was sent, and what will be its answer."""
@@ -104,7 +104,7 @@ def test_a_word_is_given_again_with_another_value_and_only_after_the_answer() ->
 def test_only_an_engine_that_computes_nothing_gives_words() -> None:
     rank = Rank()
     assert rank.load("a", is_alone=False)[0].signal == 0
-    rank.half._arrivals = Arrivals(None)
+    rank.half._arrivals = Arrivals(None, LOG)
     assert rank.load("b")[0].signal == 0
 
 
@@ -112,3 +112,29 @@ def test_values_begin_again_before_they_have_a_sign(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(arrivals, "VALUE_MAX", 3)
     rank = Rank()
     assert [rank.load(f"{n}")[0].value for n in range(5)] == [1, 2, 3, 1, 2]
+
+
+def test_words_that_cannot_be_read_cost_time_only(caplog: pytest.LogCaptureFixture) -> None:
+    rank = Rank()
+    _, answer = rank.load("a")
+
+    def fail() -> list[int]:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    rank.words.read = fail  # type: ignore[method-assign]
+    assert rank.half.finished(is_idle=True) == (set(), set())
+    assert "words cannot be read" in caplog.text
+    answer.set_result(())
+    assert rank.half.finished(is_idle=True) == (set(), {"a"})
+    assert rank.load("b")[0].signal == 0
+
+
+def test_a_load_that_was_sent_ahead_may_have_come_before_its_step() -> None:
+    rank = Rank()
+    job = LoadJob("a", 5, 0, pack([1, 2]), is_alone=True)
+    assert rank.half.begin(job)
+    shown, _ = rank.calls.loads["a"]
+    rank.words.show(shown)
+    assert rank.half.finished(is_idle=True) == (set(), set())  # its step has not begun
+    rank.half.start_loads([job])
+    assert rank.half.finished(is_idle=True) == (set(), {"a"})

@@ -297,7 +297,8 @@ def test_a_rehearsal_goes_the_whole_way_and_touches_nobody_s_memory(*, into_engi
         before = cuda.memory[:FREE].copy()  # the pool, and the engine's
         owner = Owner(256 << 10)
         rehearsal = rehearsals.Rehearsal(owner.kernels, SLAB, into_engine=into_engine)
-        lane = lane_module.GpuLane(owner, into_engine=into_engine, practise=rehearsal.run)
+        lane = lane_module.GpuLane(owner, into_engine=into_engine)
+        lane.practise = rehearsal.run
         launched, launch = [0], cuda.launch
         cuda.launch = lambda *args: (launched.__setitem__(0, launched[0] + 1), launch(*args))  # type: ignore[method-assign]
         for turn in range(1, 4):
@@ -312,3 +313,25 @@ def test_a_rehearsal_goes_the_whole_way_and_touches_nobody_s_memory(*, into_engi
         lane.rehearse()
         assert launched == [3]
         assert not lane._moving
+
+
+def test_a_gpu_without_memory_has_no_rehearsals_and_copies_all_the_same() -> None:
+    with doubled() as (cuda, lane_module, _):
+        rehearsals = import_module("trikv.tiers.rehearsals")
+        allocate, cuda.allocate = cuda.allocate, lambda _: None  # type: ignore[method-assign]
+        cuda.allocate_host = allocate  # type: ignore[method-assign]
+        with pytest.raises(cuda.CudaError, match="no memory"):
+            rehearsals.Rehearsal(Owner(0).kernels, SLAB, into_engine=True)
+        lane_module.GpuLane(Owner(0), into_engine=True).rehearse()
+        assert not any(cuda.streams)
+
+
+def test_chunks_are_no_larger_than_a_small_staging_allows_and_no_smaller_than_direct_ones() -> None:
+    with doubled() as (_, lane_module, device_module):
+        lane_module.STAGING_BYTES_MIN = 1
+        order = GroupOrder(BLOCKS, (Piece(0, 0, 4096, 4096),), ())
+        group = device_module._map_group(order, [ENGINE], contextlib.ExitStack())
+        for staging, wanted in ((8 * 4096, 2 * 4096), (4095, lane_module.CHUNK_BYTES_DIRECT)):
+            lane = lane_module.GpuLane(Owner(staging), into_engine=True)
+            lane.make_staging()
+            assert lane.chunk_bytes(group) == wanted

@@ -12,17 +12,20 @@ import time
 from collections import deque
 from concurrent import futures
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from trikv.connector.jobs import SIGNAL_COUNT
 
 if TYPE_CHECKING:
+    import logging
     from collections.abc import Sequence
     from concurrent.futures import Future
 
     from trikv.connector.jobs import LoadJob
     from trikv.connector.layers import Words
 
+_Key: TypeAlias = tuple[str, int]
+"""Request and lease of a load."""
 VALUE_MAX: Final = 2**31 - 1
 LOOK_S: Final = 20e-6
 """Between two looks at words; the client's thread runs meanwhile."""
@@ -31,13 +34,14 @@ LOOK_S: Final = 20e-6
 class Arrivals:
     """One rank's; all methods run on the worker's main thread."""
 
-    def __init__(self, words: Words | None) -> None:
+    def __init__(self, words: Words | None, log: logging.Logger) -> None:
         """Take charge of the words behind those that forwards wait for; None: there are none."""
         self._words = words
+        self._log = log
         self._free = deque(range(SIGNAL_COUNT + 1, 2 * SIGNAL_COUNT + 1))
         self._value = 0
-        self._awaited: dict[str, tuple[int, int]] = {}  # word and value, by request
-        self._come: set[str] = set()
+        self._awaited: dict[_Key, tuple[int, int]] = {}  # word and value
+        self._come: set[_Key] = set()
 
     def mark(self, job: LoadJob) -> LoadJob:
         """The load of an engine that computes nothing else with a word, while one is free.
@@ -54,7 +58,7 @@ class Arrivals:
         """What `mark` returned was sent; its word is free again once there is an answer."""
         if marked.signal:
             number = self._free.popleft()
-            self._awaited[marked.request] = (number, marked.value)
+            self._awaited[_key(marked)] = (number, marked.value)
             outcome.add_done_callback(lambda _: self._free.append(number))
 
     def wait(self, outcomes: Sequence[Future[tuple[int, ...]]], limit_s: float) -> None:
@@ -64,24 +68,34 @@ class Arrivals:
             return
         until_s = time.perf_counter() + limit_s
         while not (self._look() or any(one.done() for one in outcomes)):
-            if time.perf_counter() >= until_s:
+            if time.perf_counter() >= until_s or self._words is None:
                 break
             time.sleep(LOOK_S)
 
     def _look(self) -> bool:
         """Whether some load has come that was not forgotten yet."""
         assert self._words is not None
-        seen = self._words.read()
-        for request, (number, value) in self._awaited.items():
+        try:
+            seen = self._words.read()
+        except Exception:  # noqa: BLE001  # whatever it is: answers come all the same
+            self._log.exception("TriKV: words cannot be read; the ends of loads are seen later")
+            self._words = None
+            self._awaited.clear()
+            return bool(self._come)
+        for key, (number, value) in self._awaited.items():
             if seen[number - 1] == value:
-                self._come.add(request)
+                self._come.add(key)
         return bool(self._come)
 
-    def has(self, request: str) -> bool:
-        """Whether this request's load was seen to have come."""
-        return request in self._come
+    def has(self, job: LoadJob) -> bool:
+        """Whether this load was seen to have come."""
+        return _key(job) in self._come
 
-    def forget(self, request: str) -> None:
-        """Its load is over."""
-        self._awaited.pop(request, None)
-        self._come.discard(request)
+    def forget(self, job: LoadJob) -> None:
+        """This load is over."""
+        self._awaited.pop(_key(job), None)
+        self._come.discard(_key(job))
+
+
+def _key(job: LoadJob) -> _Key:
+    return job.request, job.lease

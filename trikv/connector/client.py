@@ -327,7 +327,7 @@ class Client:
                     await link.probe.wait()
             link.probe.clear()
             outcome = await link.ask("heartbeat", {}, read_nothing, max(CALL_S, period_s))
-            if isinstance(outcome, UnknownError):
+            if isinstance(outcome, UnknownError | AbsentError):
                 link.lost.set()
                 return
             self._is_suspect = False

@@ -166,11 +166,10 @@ class TriKVConnector(KVConnectorBase_V1, SupportsHMA):
 
         self._client.start(Introduction("declare", declaration))
 
-    def _begin_load(self, job: LoadJob) -> None:
+    def _begin_load(self, job: LoadJob) -> bool:
         """One rank mostly runs in the scheduler's process: its load need not wait for the step."""
         worker = WORKERS.get(self._instance)
-        if worker is not None:
-            worker.begin(job)
+        return worker is not None and worker.begin(job)
 
     def _hold_s(self) -> float:
         if self._settings.hold_s and not self._abilities.has_loads_first:

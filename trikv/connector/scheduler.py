@@ -50,7 +50,7 @@ class SchedulerHalf:
         log: logging.Logger,
         clock: Callable[[], float] = time.perf_counter,
         *,
-        begin: Callable[[LoadJob], None] = lambda _: None,
+        begin: Callable[[LoadJob], bool] = lambda _: False,
     ) -> None:
         """Make a half.
 
@@ -59,7 +59,8 @@ class SchedulerHalf:
             policy: what the user and the engine's shape set.
             log: the engine's.
             clock: in seconds.
-            begin: has the worker send a load now if it can; it is given the job in the step too.
+            begin: has the worker send a load now, if it can and says so; it is given the job in the
+                step too.
         """
         self._begin = begin
         self._calls = calls
@@ -76,6 +77,7 @@ class SchedulerHalf:
         self._savers: dict[int, Track] = {}  # by number of a save under way
         self._releases: list[str] = []
         self._is_idle = False  # the last step computed nothing
+        self._has_yielded = False  # in this step
         self._holding = Holding(policy.hold_s, policy.block_bytes)
         self._has_said_hit = False
         self.promises = True  # False after a failure of ours: nothing more is promised
@@ -164,9 +166,10 @@ class SchedulerHalf:
             self._holding.began_load(request.request_id)
         self._loads.append(job)
         if job.lease:
-            self._begin(job)
-            if job.is_held or job.is_alone:  # nobody is kept waiting
-                time.sleep(YIELD_S)  # the client's thread sends it now, not after this step's work
+            is_urgent = self._begin(job) and (job.is_held or job.is_alone) and not self._has_yielded
+            if is_urgent:  # the client's thread sends it now, not after this step's work
+                self._has_yielded = True
+                time.sleep(YIELD_S)
         self.tally.add("hit_blocks", count)
         self.tally.add("hit_requests")
         if not self._has_said_hit:
@@ -202,7 +205,7 @@ class SchedulerHalf:
             self._release()
         except Exception:  # noqa: BLE001  # the loads above must be handed over
             self._log.exception("TriKV: a step's saves were not planned")
-        self._lookups.has_waited = False
+        self._lookups.has_waited = self._has_yielded = False
         self._is_idle = getattr(output, "total_num_scheduled_tokens", 1) == 0
         return StepJobs(loads, tuple(saves), preempted, delayed, self._is_idle)
 

@@ -95,7 +95,7 @@ class WorkerHalf:
         self._overlap = Overlap(calls, log, self._is_over, self._give_up_saves)
         self._orders_loads, self._waits_by_layer = orders_loads, waits_by_layer
         self._events: cuda.StepEvents | None = None
-        self._arrivals = Arrivals(None)
+        self._arrivals = Arrivals(None, log)
         self._calls = calls
         self._log = log
         self._clock = clock
@@ -157,7 +157,7 @@ class WorkerHalf:
             self._events = cuda.step_events(device)
             words = cuda.signal_words(device, driver)
             self._overlap.words = words
-            self._arrivals = Arrivals(words)
+            self._arrivals = Arrivals(words, self._log)
             ends = section_ends(plan.layer_ends) if self._waits_by_layer else ()
             if ends and words is not None:
                 self._overlap.layers = Layers(plan.layer_ends, ends, words)
@@ -170,14 +170,16 @@ class WorkerHalf:
         for request in requests:
             self._void(request)
 
-    def begin(self, job: LoadJob) -> None:
-        """Send a load ahead of its step, or leave it to that.
+    def begin(self, job: LoadJob) -> bool:
+        """Send a load ahead of its step, or leave it to that; whether it was sent.
 
         Not while a save is under way: the step may raise its fence, and then it is too late for
         what the save has read of a block that this load has begun to write.
         """
-        if not (self._orders_loads or self._saving):
-            self._begun[job.request, job.lease] = self._send(job)
+        if self._orders_loads or self._saving:
+            return False
+        self._begun[job.request, job.lease] = self._send(job)
+        return True
 
     def start_loads(self, jobs: Iterable[LoadJob], way: str = "") -> None:
         """Send loads that were not sent ahead; each will be reported, whatever happens.
@@ -295,8 +297,7 @@ class WorkerHalf:
                 del self._delayed[request]
         loaded = {request for request, loading in self._loading.items() if self._has_ended(loading)}
         for request in loaded:
-            del self._loading[request]
-            self._arrivals.forget(request)
+            self._arrivals.forget(self._loading.pop(request).job)
         return sent, loaded
 
     def take_invalid(self) -> set[int]:
@@ -319,7 +320,7 @@ class WorkerHalf:
     def _has_ended(self, loading: _Loading) -> bool:
         """Whether nothing writes the blocks any more; notes those that did not arrive."""
         failed: Iterable[int] = range(len(loading.job.blocks) // ID_BYTES)
-        if self._arrivals.has(loading.job.request):
+        if self._arrivals.has(loading.job):
             failed = ()
         elif loading.future is not None and loading.via is not None:
             if not loading.future.done():

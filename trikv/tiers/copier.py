@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trikv.core.chunks import Sorted, chunk_blocks, next_copy
+from trikv.tiers import processors
 from trikv.tiers.devices import AttachError, Device, Lane, Mapped, Target
 from trikv.tiers.frames import (
     AttachOrder,
@@ -40,7 +41,7 @@ from trikv.tiers.frames import (
 )
 
 ALIVE_S: Final = 1.0
-AWAKE_S: Final = 0.002 if len(os.sched_getaffinity(0)) >= 8 else 0.0  # noqa: PLR2004
+AWAKE_S: Final = 0.002 if processors.count() >= 8 else 0.0  # noqa: PLR2004
 """So long a copy that is about to come is waited for without sleep: to wake up, with cold caches,
 takes as long as a chunk's first step. Not on a small host: an engine needs its processors."""
 POLL_S: Final = 0.0005

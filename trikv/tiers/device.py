@@ -78,8 +78,10 @@ class GpuDevice:
         """See `Device`."""
         gpu.make_current(self.context)
         into_engine = direction is Direction.LOAD
-        rehearsal = Rehearsal(self.kernels, self.slab_bytes, into_engine=into_engine)
-        lane = GpuLane(self, into_engine=into_engine, practise=rehearsal.run)
+        lane = GpuLane(self, into_engine=into_engine)
+        with contextlib.suppress(gpu.CudaError):  # a full GPU: its first chunks are slower
+            rehearsal = Rehearsal(self.kernels, self.slab_bytes, into_engine=into_engine)
+            lane.practise = rehearsal.run
         self._lanes.append(lane)
         self._make_staging()
         return lane

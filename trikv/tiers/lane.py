@@ -149,11 +149,10 @@ class _Landing:
 class GpuLane:
     """One direction; a `Lane`. All calls come from one thread."""
 
-    def __init__(
-        self, device: Owner, *, into_engine: bool, practise: Callable[[], None] = lambda: None
-    ) -> None:
+    practise: Callable[[], None] | None = None  # goes the way of a chunk, without one
+
+    def __init__(self, device: Owner, *, into_engine: bool) -> None:
         self._device = device
-        self._practise = practise
         self._into_engine = into_engine
         self._bus, self._cores = gpu.new_stream(), gpu.new_stream()
         self._events: list[gpu.Handle] = []
@@ -170,8 +169,8 @@ class GpuLane:
 
     def rehearse(self) -> None:
         """See `Lane`. Not on a busy GPU, where its kernel would be waited for."""
-        if not self._is_busy:
-            self._practise()
+        if self.practise is not None and not self._is_busy:
+            self.practise()
 
     @property
     def is_free(self) -> bool:
@@ -182,10 +181,11 @@ class GpuLane:
 
     def chunk_bytes(self, target: Target) -> int:
         """See `Lane`."""
-        if self._is_busy and cast("Group", target).is_direct:
+        group, room = cast("Group", target), self._ring.size
+        if (self._is_busy and group.is_direct) or 0 < room < group.pitch:
             return CHUNK_BYTES_DIRECT
         most = CHUNK_BYTES_BUSY if self._is_busy else CHUNK_BYTES
-        return min(most, self._ring.size // CHUNKS_MIN or most)
+        return min(most, room // CHUNKS_MIN or most)
 
     @property
     def _is_busy(self) -> bool:
@@ -233,8 +233,8 @@ class GpuLane:
         first = cast("GpuMemory", mapped).signals
         gpu.write_word(first + 4 * (number - 1), value, self._cores)
 
-    def make_staging(self) -> None:
-        """Make it before it is wanted; any thread.
+    def make_staging(self) -> bool:
+        """Make it before it is wanted, any thread; whether there is some.
 
         Within a load that a forward waits for, memory would be asked for while the engine's stream
         stands still, and nobody promises that a driver gives it then.
@@ -242,6 +242,7 @@ class GpuLane:
         with self._making:
             if not self._staging and not self._is_short:
                 self._allocate(min(self._device.staging_bytes, WINDOW_BYTES))
+            return self._staging != 0
 
     def drop_staging(self) -> None:
         """Give the GPU its memory back; nothing staged is under way."""

@@ -26,12 +26,18 @@ class Rehearsal:
     def __init__(
         self, kernels_by_width: dict[int, gpu.Handle], slab_bytes: int, *, into_engine: bool
     ) -> None:
+        """Take its memory.
+
+        Raises:
+            gpu.CudaError: there is none.
+        """
         self.kernels = kernels_by_width
         self.slab_bytes = slab_bytes
         self.staging_bytes = PAGES * PAGE_ALIGN
         self.pool_address = gpu.allocate_host(2 * PAGES * PAGE_ALIGN)
         self._lane = GpuLane(self, into_engine=into_engine)
-        self._lane.make_staging()
+        if not self._lane.make_staging():
+            raise gpu.CudaError("no memory for a rehearsal")
         nothing, whole = np.zeros(1, np.int64), np.full(1, PAGE_ALIGN, np.int64)
         page = (PAGE_ALIGN, PAGE_ALIGN, PAGE_ALIGN, 0)
         rows = gpu.upload(EMPTY.rows)
