@@ -17,11 +17,13 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bench import daemons
 
+T = TypeVar("T")
 READY_S = 180.0
 LAYER = "ALL_LAYERS"
 BLOCK_SHAPE = (2, 16, 8, 64)  # K and V, tokens, heads, head: 32 KiB of bf16 a block
@@ -31,21 +33,35 @@ Ask = Callable[[int, int], float]
 """Of so many hashes, which of the prompts: seconds until the answer was there."""
 
 
-@contextlib.contextmanager
-def look_up(counts: Sequence[int], prompts: int) -> Iterator[Ask | None]:
+def look_up(counts: Sequence[int], prompts: int) -> AbstractContextManager[Ask | None]:
     """Run its server with so many resident prompts of each size; None where that cannot be."""
-    why = missing()
-    if why:
-        print(f"not measured beside PegaFlow: {why}", file=sys.stderr)
-        yield None
-        return
+    return _or_none(_filled(counts, prompts))
+
+
+def beside(pool: str) -> AbstractContextManager[str | None]:
+    """Run its server; gives its `host:port`, or None where it cannot run."""
+    return _or_none(serve(pool))
+
+
+@contextlib.contextmanager
+def _or_none(way: AbstractContextManager[T]) -> Iterator[T | None]:
+    """What it gives; or None, and a line that says why: ours is measured without."""
+    why, made = missing(), None
     with contextlib.ExitStack() as stack:
-        try:
-            ask = stack.enter_context(_filled(counts, prompts))
-        except Exception as error:  # noqa: BLE001  # whatever it is, ours is measured without
-            print(f"not measured beside PegaFlow: {error}", file=sys.stderr)
-            ask = None
-        yield ask
+        if not why:
+            try:
+                made = stack.enter_context(way)
+            except Exception as error:  # noqa: BLE001  # whatever it is
+                why = str(error)
+        if why:
+            print(f"not measured beside PegaFlow: {why}", file=sys.stderr)
+        yield made
+
+
+@contextlib.contextmanager
+def _filled(counts: Sequence[int], prompts: int) -> Iterator[Ask]:
+    with serve("4gb") as address:
+        yield _fill(address, counts, prompts)
 
 
 def missing() -> str:
@@ -56,12 +72,6 @@ def missing() -> str:
     import torch  # noqa: PLC0415  # optional
 
     return "" if torch.cuda.is_available() else "there is no GPU"
-
-
-@contextlib.contextmanager
-def _filled(counts: Sequence[int], prompts: int) -> Iterator[Ask]:
-    with serve("4gb") as address:
-        yield _fill(f"http://{address}", counts, prompts)
 
 
 @contextlib.contextmanager
@@ -127,35 +137,28 @@ def _await_health(url: str, server: subprocess.Popen[bytes]) -> None:
         time.sleep(0.1)
 
 
-def _fill(url: str, counts: Sequence[int], prompts: int) -> Ask:
+def _fill(address: str, counts: Sequence[int], prompts: int) -> Ask:
     """Register a KV cache and save the prompts from it."""
-    client, blocks = _attach(url, max(counts))
-    names = {(count, n): _hashes(f"{count} {n}", count) for count in counts for n in range(prompts)}
-    for (count, _), hashes in names.items():
-        is_saved, why = client.save(NAMESPACE, 0, 0, 0, [(LAYER, list(range(count)), hashes)])
-        if not is_saved:
-            raise RuntimeError(f"save: {why}")
-        deadline_s = time.monotonic() + READY_S
-        while _ask(client, hashes)[1] < count:
-            if time.monotonic() > deadline_s:
-                raise RuntimeError("what was saved is not found")
+    import torch  # noqa: PLC0415  # optional
+
+    blocks = torch.zeros((max(counts), *BLOCK_SHAPE), dtype=torch.bfloat16, device="cuda")
+    rank = Rank(address, {LAYER: blocks}, max(counts), NAMESPACE)
+    rank.client.start_session_watcher(NAMESPACE, NAMESPACE, 1, 1)
+    names = {(count, n): f"{count} {n}" for count in counts for n in range(prompts)}
+    for (count, _), name in names.items():
+        rank.save(name, list(range(count)))
+        rank.client.release(rank.lease(_hashes(name, count)))
+    asked = {key: _hashes(name, key[0]) for key, name in names.items()}
 
     def ask(count: int, prompt: int) -> float:
-        took_s, hit_count = _ask(client, names[count, prompt])
-        assert hit_count == count
-        assert blocks is not None  # the registered memory lives as long as this is called
+        took_s, found = rank.query(asked[count, prompt])
+        assert found is not None
+        if found.lease:
+            rank.client.release(found.lease)
+        assert found.num_hit_blocks == count
         return took_s
 
     return ask
-
-
-def _attach(url: str, block_count: int) -> tuple[Any, Any]:
-    import torch  # noqa: PLC0415  # optional
-
-    blocks = torch.zeros((block_count, *BLOCK_SHAPE), dtype=torch.bfloat16, device="cuda")
-    client = _register(url, NAMESPACE, {LAYER: blocks}, block_count)
-    client.start_session_watcher(NAMESPACE, NAMESPACE, 1, 1)
-    return client, blocks
 
 
 def _register(url: str, instance: str, layers: Mapping[str, Any], block_count: int) -> Any:  # noqa: ANN401
@@ -184,29 +187,36 @@ def _register(url: str, instance: str, layers: Mapping[str, Any], block_count: i
 
 
 class Rank:
-    """One rank's tensors, registered with its server too."""
+    """One rank's tensors, registered with its server; they live as long as this does.
 
-    def __init__(self, address: str, layers: Mapping[str, Any], block_count: int) -> None:
+    Attributes:
+        client: its own.
+    """
+
+    def __init__(
+        self, address: str, layers: Mapping[str, Any], block_count: int, instance: str = ""
+    ) -> None:
         """Register.
 
         Args:
             address: of its server, as `serve` yields it.
             layers: tensors whose blocks are outermost, or come after K and V.
             block_count: of each.
+            instance: a name that no other rank has; empty: a made-up one.
 
         Raises:
             RuntimeError: it refuses them.
         """
-        self._instance = uuid.uuid4().hex
+        self._instance = instance or uuid.uuid4().hex
         self._layers = dict(layers)
-        self._client = _register(f"http://{address}", self._instance, layers, block_count)
+        self.client = _register(f"http://{address}", self._instance, layers, block_count)
 
     def save(self, name: str, blocks: list[int]) -> float:
         """Save blocks under made-up hashes; returns seconds from the call to the answer."""
         hashes = _hashes(name, len(blocks))
         saves = [(layer, blocks, hashes) for layer in self._layers]
         begin_s = time.perf_counter()
-        is_saved, why = self._client.save(self._instance, 0, 0, 0, saves)
+        is_saved, why = self.client.save(self._instance, 0, 0, 0, saves)
         took_s = time.perf_counter() - begin_s
         if not is_saved:
             raise RuntimeError(f"save: {why}")
@@ -216,11 +226,11 @@ class Rank:
         """Load them back into other blocks; returns seconds from the call to the last byte."""
         from pegaflow.pegaflow import PyLoadState  # noqa: PLC0415  # optional
 
-        lease = self._lease(_hashes(name, len(blocks)))
+        lease = self.lease(_hashes(name, len(blocks)))
         begin_s = time.perf_counter()
         state = PyLoadState()
         loads = [(lease, [blocks])]
-        is_begun, why = self._client.load(
+        is_begun, why = self.client.load(
             self._instance, 0, 0, state.shm_name(), [list(self._layers)], loads
         )
         if not is_begun:
@@ -233,18 +243,25 @@ class Rank:
             raise RuntimeError(f"load: state {state.get_state()}")
         return took_s
 
-    def _lease(self, hashes: list[bytes]) -> bytes:
-        """Once all of them are found: what is saved is found a moment later."""
+    def query(self, hashes: list[bytes]) -> tuple[float, Any]:
+        """Its look-up as its connector does it: seconds, and what was found; its lease is kept."""
         from pegaflow.pegaflow import QueryReady  # noqa: PLC0415  # optional
 
+        begin_s = time.perf_counter()
+        found = self.client.query_prefetch(self._instance, hashes, req_id=uuid.uuid4().hex)
+        took_s = time.perf_counter() - begin_s
+        return took_s, found if isinstance(found, QueryReady) else None
+
+    def lease(self, hashes: list[bytes]) -> bytes:
+        """Of all of them, once they are found: what is saved is found a moment later."""
         deadline_s = time.monotonic() + READY_S
         while time.monotonic() < deadline_s:
-            found = self._client.query_prefetch(self._instance, hashes, req_id=uuid.uuid4().hex)
-            if isinstance(found, QueryReady):
+            _, found = self.query(hashes)
+            if found is not None:
                 if found.num_hit_blocks == len(hashes):
                     return bytes(found.lease)
                 if found.lease:
-                    self._client.release(found.lease)
+                    self.client.release(found.lease)
         raise RuntimeError("what was saved is not found")
 
 
@@ -252,17 +269,3 @@ def _hashes(name: str, count: int) -> list[bytes]:
     blob = daemons.hashes(name, count)
     size = daemons.HASH_BYTES
     return [blob[at : at + size] for at in range(0, len(blob), size)]
-
-
-def _ask(client: Any, hashes: list[bytes]) -> tuple[float, int]:  # noqa: ANN401  # has no types
-    """Its look-up as its connector does it; the lease is given back outside of the time."""
-    from pegaflow.pegaflow import QueryReady  # noqa: PLC0415  # optional
-
-    begin_s = time.perf_counter()
-    found = client.query_prefetch(NAMESPACE, hashes, req_id=uuid.uuid4().hex)
-    took_s = time.perf_counter() - begin_s
-    if not isinstance(found, QueryReady):
-        return took_s, 0
-    if found.lease:
-        client.release(found.lease)
-    return took_s, int(found.num_hit_blocks)

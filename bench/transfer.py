@@ -162,18 +162,6 @@ def idle_target(mebibytes: int) -> float | None:
     return next((target for least, target in TARGETS.items() if mebibytes >= least), None)
 
 
-@contextlib.contextmanager
-def pegaflow_beside(pool: str) -> Iterator[str]:
-    """Its server, for the first GPU; empty where it cannot run."""
-    why = pegaflow.missing()
-    if why:
-        print(f"not measured beside PegaFlow: {why}", file=sys.stderr)
-        yield ""
-        return
-    with pegaflow.serve(pool) as address:
-        yield address
-
-
 def peer_layers(layout: str, tensors: Tensors, blocks: int) -> Tensors:
     """Tensors as PegaFlow wants them: all layers of a block as one where they lie together."""
     if layout != "block outermost":
@@ -190,7 +178,7 @@ def measure(args: argparse.Namespace) -> Iterator[Line]:
     ceiling = Ceiling.of(max(sizes) * 1_100_000)
     with (
         daemons.daemon("--pool-size", args.pool) as address,
-        pegaflow_beside(args.pool) as their_address,
+        pegaflow.beside(args.pool) as their_address,
     ):
         for layout in names:
             page = sum(one.numel() * one.element_size() for one in LAYOUTS[layout](1).values())
