@@ -18,6 +18,7 @@ import trio
 from numpy.typing import NDArray
 
 from trikv.core.banks import WHOLE, Parts
+from trikv.tiers import groups
 from trikv.tiers.numa import HUGE_PAGE_BYTES, Spread, nowhere
 
 MFD_CLOEXEC: Final = 1
@@ -28,6 +29,11 @@ DEFAULT_FRACTION: Final = 0.5
 TOUCH_BYTES: Final = 16 << 20
 """Of one system call: the process's other threads get no new memory until it returns, 10 ms."""
 TOUCH_THREADS_MAX: Final = 8
+ROOM_NAMES: Final = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    2: ("memory.max", "memory.current"),
+}
+"""Limit and use, by the version of control groups."""
 SMALL_PAGES: Final = "4 KiB pages"
 HUGE_PAGES: Final = "huge pages on request"
 
@@ -162,30 +168,8 @@ def _meminfo(name: str) -> int:
 
 def _cgroup_rooms() -> list[int]:
     """Limit less use of each control group above this process, version 2 and 1."""
-    rooms: list[int] = []
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return rooms
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            root, names = (
-                Path("/sys/fs/cgroup/memory"),
-                ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-            )
-        else:
-            continue
-        folder = root / path.lstrip("/")
-        for level in (folder, *folder.parents):
-            room = _room(level, *names)
-            if room is not None:
-                rooms.append(room)
-            if level == root:
-                break
-    return rooms
+    rooms = (_room(folder, *ROOM_NAMES[version]) for folder, version in groups.folders("memory"))
+    return [room for room in rooms if room is not None]
 
 
 def _room(folder: Path, limit_name: str, usage_name: str) -> int | None:

@@ -7,26 +7,19 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-OWN = Path("/proc/self/cgroup")
-ROOT = Path("/sys/fs/cgroup")
+from trikv.tiers import groups
 
 
-def count(own: Path = OWN, root: Path = ROOT) -> float:
+def count(own: Path = groups.OWN, root: Path = groups.ROOT) -> float:
     """Processors, or a part of one; control groups of version 2."""
     return min([float(len(os.sched_getaffinity(0))), *_quotas(own, root)])
 
 
 def _quotas(own: Path, root: Path) -> Iterator[float]:
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return
-    inside = next((line[len("0::") :] for line in lines if line.startswith("0::")), "/")
-    folder = root / inside.lstrip("/")
-    for one in (folder, *folder.parents):
-        if one.is_relative_to(root):
+    for folder, version in groups.folders("cpu", own, root):
+        if version == 2:  # noqa: PLR2004
             try:
-                quota, period = (one / "cpu.max").read_text().split()
+                quota, period = (folder / "cpu.max").read_text().split()
                 if quota != "max":
                     yield int(quota) / int(period)
             except (OSError, ValueError, ZeroDivisionError):
