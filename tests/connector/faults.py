@@ -29,22 +29,27 @@ def unanswered_saves_give_blocks_back(world: World) -> dict[str, Any]:
     return {"seconds": round(took, 2)}
 
 
+def computed_from(world: World, prompt: list[int], cold: list[int], position: int) -> int:
+    """A prompt of which only the tokens before a position can be loaded; returns the steps."""
+    rig = world.rig()
+    free = rig.free
+    rig.add("warm", prompt)
+    rig.run()
+    assert rig.outputs["warm"] == cold
+    assert not rig.wrong, rig.wrong
+    assert rig.admitted["warm"] == position, rig.admitted
+    assert "error" not in rig.finish["warm"].lower()
+    rig.settle(free)
+    return rig.steps
+
+
 @scenario
 def failed_blocks_are_computed(world: World) -> dict[str, Any]:
     cold = world.warmed(PROMPT, 6)
     facts = {}
     for fail_from in (0, 2, 5):
         world.daemon.tell(fail_loads=fail_from)
-        rig = world.rig()
-        free = rig.free
-        rig.add("warm", PROMPT)
-        rig.run()
-        assert rig.outputs["warm"] == cold
-        assert not rig.wrong, rig.wrong
-        assert rig.admitted["warm"] == fail_from * BLOCK, rig.admitted
-        assert "error" not in rig.finish["warm"].lower()
-        rig.settle(free)
-        facts[str(fail_from)] = rig.steps
+        facts[str(fail_from)] = computed_from(world, PROMPT, cold, fail_from * BLOCK)
     return facts
 
 
@@ -55,15 +60,7 @@ def failed_blocks_of_a_whole_prompt_are_computed(world: World) -> dict[str, Any]
     cold = world.warmed(prompt, 6)
     for fail_from in (5, 2, 0):
         world.daemon.tell(fail_loads=fail_from)
-        rig = world.rig()
-        free = rig.free
-        rig.add("warm", prompt)
-        rig.run()
-        assert rig.outputs["warm"] == cold
-        assert not rig.wrong, rig.wrong
-        assert rig.admitted["warm"] == fail_from * BLOCK, rig.admitted
-        assert "error" not in rig.finish["warm"].lower()
-        rig.settle(free)
+        computed_from(world, prompt, cold, fail_from * BLOCK)
     return {}
 
 

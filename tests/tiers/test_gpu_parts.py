@@ -77,7 +77,7 @@ def test_arguments_are_read_as_the_kernel_declares_them() -> None:
     assert 4 * kernels.ROWS_MAX + 3 * 8 + 4 * 4 <= 4096
 
 
-@pytest.mark.parametrize("name", ["lane", "device"])
+@pytest.mark.parametrize("name", ["lane", "device", "rehearsals"])
 def test_the_made_up_cuda_of_benchmarks_has_what_copiers_call(name: str) -> None:
     source = (Path(kernels.__file__).parent / f"{name}.py").read_text()
     made_up = fake_cuda.module()

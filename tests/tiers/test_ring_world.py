@@ -112,6 +112,19 @@ async def test_a_kernel_that_takes_no_more_is_asked_again() -> None:
         queue.end(1)
 
 
+async def test_a_kernel_that_takes_no_more_when_something_has_ended_is_asked_again() -> None:
+    """What takes that one's place is pushed in the same turn."""
+    queue = ScriptedQueue(depths=(1, 1))
+    async with open_ring(queue, -1) as ring, trio.open_nursery() as nursery:
+        nursery.start_soon(ring.run, transfers(2))
+        await settle()
+        queue.refuses = 3
+        queue.end(1)
+        await settle()
+        assert queue.refuses == 0
+        queue.end(2)
+
+
 async def test_the_rest_of_a_short_one_is_moved() -> None:
     queue = ScriptedQueue()
     job = transfers(1, size=12288, pieces=3, address=1 << 20, offset=8192)

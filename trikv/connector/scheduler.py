@@ -166,8 +166,9 @@ class SchedulerHalf:
             self._holding.began_load(request.request_id)
         self._loads.append(job)
         if job.lease:
-            is_urgent = self._begin(job) and (job.is_held or job.is_alone) and not self._has_yielded
-            if is_urgent:  # the client's thread sends it now, not after this step's work
+            was_sent = self._begin(job)  # a load that a forward waits for is alone, too
+            if was_sent and job.is_alone and not self._has_yielded:
+                # The client's thread sends it now, not after this step's work.
                 self._has_yielded = True
                 time.sleep(YIELD_S)
         self.tally.add("hit_blocks", count)
