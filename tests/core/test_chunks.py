@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -12,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from trikv.core.chunks import (
     AGING_BYTES_S,
     Ring,
+    bridge_blocks,
     chunk_blocks,
     cut,
     next_copy,
@@ -33,6 +35,24 @@ def test_blocks_move_in_the_pool_s_order(pages: list[int]) -> None:
     assert got.offsets.tolist() == sorted(offsets.tolist())
     assert got.blocks.tolist() == [offset // PAGE + 1000 for offset in got.offsets.tolist()]
     assert blocks[got.order].tolist() == got.blocks.tolist()
+
+
+@pytest.mark.parametrize(
+    ("count", "page_bytes", "pieces", "wanted"),
+    [
+        (500, 72 << 15, 72, 2048 // 72),  # Qwen3-8B, K and V apart: pieces of 32 KiB
+        (500, 61 * 73_728, 61, (64 << 20) // (61 * 73_728)),  # MLA: 72 KiB
+        (9, 72 << 15, 72, 2),  # of a small copy a quarter
+        (500, 72 << 14, 72, 28),
+        (500, (72 << 14) - 1, 72, 0),  # too small for the bus
+        (500, 64 << 20, 1, 1),
+        (500, (64 << 20) + 1, 1, 0),
+    ],
+)
+def test_a_bridge_is_what_the_bus_moves_while_a_kernel_waits(
+    *, count: int, page_bytes: int, pieces: int, wanted: int
+) -> None:
+    assert bridge_blocks(count, page_bytes=page_bytes, pieces=pieces) == wanted
 
 
 @given(count=st.integers(1, 500), chunk_pages=st.integers(0, 40))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from trikv.core.chunks import Sorted, sort
+from trikv.core.chunks import Sorted, chunk_blocks, sort
 from trikv.tiers.copier import serve
 from trikv.tiers.devices import AttachError
 from trikv.tiers.frames import AttachOrder, CopyOrder, Direction, pack_facts
@@ -107,8 +107,9 @@ class FakeLane:
     def rehearse(self) -> None:
         self.control[REHEARSALS] = min(255, self.control[REHEARSALS] + 1)
 
-    def chunk_bytes(self, _target: Any) -> int:
-        return CHUNK_BYTES
+    def next_part(self, target: Any, begin: int, count: int, before: int) -> slice:
+        size = chunk_blocks(before, page_bytes=target.block_bytes, chunk_bytes=CHUNK_BYTES)
+        return slice(begin, min(begin + size, count))
 
     def start(self, target: Any, blocks: Sorted, part: slice) -> bool:
         if len(self.chunks) == CHUNKS_MAX:

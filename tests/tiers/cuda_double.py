@@ -5,7 +5,6 @@ They go on in any order that events allow. What is shown of real CUDA is shown i
 
 import contextlib
 import ctypes
-import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -42,6 +41,7 @@ class Cuda(ModuleType):
         self.choose: Callable[[int], int] = lambda _: 0
         self.rectangles = self.rows = 0
         self.tables: dict[int, Any] = {}
+        self.kernel_s = 0.0  # from the moment when a kernel could begin to its end
 
     def new_stream(self) -> int:
         self.streams.append(deque())
@@ -68,6 +68,11 @@ class Cuda(ModuleType):
 
     def is_over(self, event: list[int]) -> bool:
         return event[1] >= event[0]
+
+    def seconds_between(self, first: list[int], second: list[int]) -> float:
+        assert self.is_over(first)
+        assert self.is_over(second)
+        return self.kernel_s
 
     def make_current(self, context: object) -> None:
         pass
@@ -165,15 +170,15 @@ def doubled() -> Iterator[tuple[Cuda, Any, Any]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, "trikv.tiers.gpu", double)
         patched.setattr(tiers, "gpu", double, raising=False)
-        for name in ("lane", "rehearsals", "device"):
+        for name in ("staging", "lane", "rehearsals", "device"):
             patched.delitem(sys.modules, f"trikv.tiers.{name}", raising=False)
             patched.setattr(tiers, name, None, raising=False)
         try:
             lane = import_module("trikv.tiers.lane")
-            lane.LATE_S = math.inf  # this machine's time says nothing: tests say what is busy
+            patched.setattr("trikv.tiers.staging.BYTES_MIN", 1)
             yield double, lane, import_module("trikv.tiers.device")
         finally:
-            for name in ("lane", "rehearsals", "device"):
+            for name in ("staging", "lane", "rehearsals", "device"):
                 sys.modules.pop(f"trikv.tiers.{name}", None)
 
 

@@ -108,8 +108,9 @@ def test_words_and_reports_are_true_and_every_load_ends(
 ) -> None:
     with contextlib.ExitStack() as stack:
         cuda, lane_module, device_module = stack.enter_context(doubled())
-        lane_module.STAGING_BYTES_MIN, lane_module.TALL_PAGES = 1, 3
-        lane_module.CHUNK_BYTES, lane_module.CHUNK_BYTES_BUSY = 2 * PITCH, 4 * PITCH
+        lane_module.TALL_PAGES = 3
+        lane_module.bridge_blocks = lambda count, **_: count // 2
+        lane_module.CHUNK_BYTES = 2 * PITCH
         lane_module.DIRECT_WINDOW_BYTES = lane_module.WINDOW_BYTES = 4 * PITCH
         cuda.choose = lambda count: data.draw(st.integers(0, count - 1))
         cuda.memory[:] = np.random.default_rng(1).integers(0, 256, END, np.uint8)

@@ -17,6 +17,10 @@ from trikv.core.words import Offsets
 
 AGING_BYTES_S: Final = 256 << 20
 """A copy that waits a second goes before one that is this much smaller."""
+BRIDGE_BYTES: Final = 64 << 20
+BRIDGE_PIECES: Final = 2048
+BRIDGE_PIECE_BYTES: Final = 16 << 10
+"""The bus takes a request in a microsecond: smaller pieces leave it idle most of that time."""
 
 _ZERO: Final = np.zeros(1, np.int64)
 
@@ -73,6 +77,21 @@ def chunk_blocks(started: int, *, page_bytes: int, chunk_bytes: int) -> int:
     """
     full = max(1, chunk_bytes // page_bytes)
     return min(full, max(started, -(-full // 4)))
+
+
+def bridge_blocks(count: int, *, page_bytes: int, pieces: int) -> int:
+    """How many of a copy's blocks go piece by piece while a kernel waits for its time slice.
+
+    That wait is some 2 ms, in which a bus with nothing else to do moves as many pieces.
+
+    Args:
+        count: of the copy.
+        page_bytes: of one block, without padding.
+        pieces: of one block.
+    """
+    if page_bytes < pieces * BRIDGE_PIECE_BYTES:
+        return 0
+    return min(BRIDGE_PIECES // pieces, BRIDGE_BYTES // page_bytes, count // 4)
 
 
 def page_runs(offsets: Offsets, heads: NDArray[np.bool_], *, page_bytes: int) -> Runs:

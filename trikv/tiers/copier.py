@@ -24,7 +24,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.chunks import Sorted, chunk_blocks, next_copy
+from trikv.core.chunks import Sorted, next_copy
 from trikv.tiers import processors
 from trikv.tiers.devices import AttachError, Device, Lane, Mapped, Target
 from trikv.tiers.frames import (
@@ -200,10 +200,7 @@ class Work:
     def _start(self, lane: Lane, transfer: Transfer) -> bool:
         begin, count = transfer.started, len(transfer.arrived)
         target = transfer.targets[transfer.section]
-        before = transfer.section * count + begin
-        wanted = lane.chunk_bytes(target)
-        size = chunk_blocks(before, page_bytes=target.block_bytes, chunk_bytes=wanted)
-        part = slice(begin, min(begin + size, count))
+        part = lane.next_part(target, begin, count, transfer.section * count + begin)
         if not lane.start(target, transfer.sorted, part):
             assert self._moving, "a chunk that never fits"
             return False

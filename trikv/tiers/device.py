@@ -154,12 +154,12 @@ class GpuDevice:
         if self._ranks == 0:
             self._has_words = False
             for lane in self._lanes:
-                lane.drop_staging()
+                lane.staging.drop()
 
     def _make_staging(self) -> None:
-        """While no stream waits for a load yet: see `GpuLane.make_staging`."""
+        """While no stream waits for a load yet: see `Staging.make`."""
         for lane in self._lanes if self._has_words else ():
-            lane.make_staging()
+            lane.staging.make()
 
     def _open(self, handle: bytes) -> int:
         """Each allocation is mapped once, whoever registers it how often."""

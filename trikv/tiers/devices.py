@@ -46,8 +46,15 @@ class Lane(Protocol):
         """Do what the first chunk of a copy needs, without one: it is done faster a second time."""
         ...
 
-    def chunk_bytes(self, target: Target) -> int:
-        """What a chunk of this memory should have now."""
+    def next_part(self, target: Target, begin: int, count: int, before: int) -> slice:
+        """Which blocks the next chunk should have now.
+
+        Args:
+            target: of which.
+            begin: blocks of it that have been started.
+            count: of all.
+            before: blocks in earlier chunks of the copy, those of its earlier sections included.
+        """
         ...
 
     def start(self, target: Target, blocks: Sorted, part: slice) -> bool:

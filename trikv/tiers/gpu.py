@@ -209,8 +209,8 @@ def new_stream() -> Handle:
 
 
 def new_event() -> Handle:
-    """An event of this process."""
-    return _ok(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+    """An event of this process, that knows when it came."""
+    return _ok(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DEFAULT))
 
 
 def record(event: Handle, stream: Handle) -> None:
@@ -226,6 +226,11 @@ def wait_in(stream: Handle, event: Handle) -> None:
 def wait(event: Handle) -> None:
     """Block this thread until the event has come; other threads run."""
     _ok(driver.cuEventSynchronize(event))
+
+
+def seconds_between(first: Handle, second: Handle) -> float:
+    """How much later the second event has come; both have."""
+    return float(_ok(driver.cuEventElapsedTime(first, second))) / 1e3
 
 
 def write_word(address: int, value: int, stream: Handle) -> None:

@@ -11,11 +11,11 @@ Of a section, whose parts of pages are no neighbours in the pool, a run of pages
 
 Two processes' kernels share a busy GPU by time slices of about 2 ms: each chunk may wait that long
 for its kernel, and each change between them costs the engine a tenth of a millisecond. So chunks
-are small while the GPU is ours; when kernels are seen to wait, chunks are larger, kernels are
-launched in bunches of half of the staging, and pieces that the copy engine is good at need none.
+are small while the GPU is ours; when kernels are seen to wait, a chunk has half of the staging, and
+one kernel; pieces that the copy engine is good at need none, and some others go without one while
+the first kernel of a save or the last of a load is waited for (the bridge).
 """
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,27 +25,34 @@ from typing import Final, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.chunks import Ring, Runs, Sorted, page_runs, piece_runs, sort, tall_runs
+from trikv.core.chunks import (
+    Runs,
+    Sorted,
+    bridge_blocks,
+    chunk_blocks,
+    page_runs,
+    piece_runs,
+    sort,
+    tall_runs,
+)
 from trikv.core.words import Offsets
 from trikv.tiers import gpu, kernels
 from trikv.tiers.devices import Mapped, Target
 from trikv.tiers.frames import CopyOrder
+from trikv.tiers.staging import Staging
 
 CHUNK_BYTES: Final = 32 << 20
-CHUNK_BYTES_BUSY: Final = 64 << 20
 CHUNK_BYTES_DIRECT: Final = 16 << 20
 CHUNKS_MIN: Final = 4
 """So many chunks fit into the staging, at least."""
-BUS_BYTES_S: Final = 40e9
 LATE_S: Final = 0.001
-"""A chunk that ends so much later than the bus needs has waited for the GPU's other users."""
+"""A kernel that ends so long after it could begin has waited for the GPU's other users."""
 BUSY_S: Final = 1.0
 """How long chunks stay large after one was late: with many of them under way none is seen late."""
 DIRECT_WINDOW_BYTES: Final = 64 << 20
 WINDOW_BYTES: Final = 192 << 20
 """As much is under way on a GPU that is ours: a small copy that comes now waits for no more. The
 staging has so much, and all that it may have once the GPU was busy."""
-STAGING_BYTES_MIN: Final = 16 << 20
 TALL_PAGES: Final = 8
 """A rectangle costs as much of the processor as some requests of a row."""
 
@@ -127,12 +134,19 @@ class GpuMemory:
 
 @dataclass(slots=True, eq=False)
 class _Moving:
-    """A chunk under way."""
+    """A chunk under way.
+
+    Attributes:
+        end: comes when no byte of it moves any more.
+        bytes: in all.
+        steps: other events of a staged chunk; none: it goes straight.
+        kernel: when its kernel could begin and when it had ended, where that is known.
+    """
 
     end: gpu.Handle
-    between: gpu.Handle | None  # the two steps of a staged chunk; None: direct
     bytes: int
-    due_s: float  # when it has ended, if only the bus holds it up
+    steps: tuple[gpu.Handle, ...] = ()
+    kernel: tuple[gpu.Handle, gpu.Handle] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,21 +165,19 @@ class GpuLane:
 
     practise: Callable[[], None] | None = None  # goes the way of a chunk, without one
 
-    def __init__(self, device: Owner, *, into_engine: bool) -> None:
+    def __init__(self, device: Owner, *, into_engine: bool, late_s: float = LATE_S) -> None:
+        """Take streams; kernels that are so late say that the GPU is busy."""
         self._device = device
+        self._late_s = late_s
         self._into_engine = into_engine
         self._bus, self._cores = gpu.new_stream(), gpu.new_stream()
         self._events: list[gpu.Handle] = []
         self._moving: deque[_Moving] = deque()
         self._landing: deque[_Landing] = deque()
-        self._is_emptying = False  # the staging was full
         self._bytes = 0  # under way
         self._busy_until_s = 0.0
-        self._ring = Ring(0)
-        self._staging = 0
         self._arguments = kernels.Arguments()
-        self._is_short = False
-        self._making = threading.Lock()
+        self.staging = Staging(device, WINDOW_BYTES)
 
     def rehearse(self) -> None:
         """See `Lane`. Not on a busy GPU, where its kernel would be waited for."""
@@ -179,13 +191,25 @@ class GpuLane:
             self.wait()
         return not self._moving
 
-    def chunk_bytes(self, target: Target) -> int:
+    def next_part(self, target: Target, begin: int, count: int, before: int) -> slice:
         """See `Lane`."""
-        group, room = cast("Group", target), self._ring.size
-        if (self._is_busy and group.is_direct) or 0 < room < group.pitch:
-            return CHUNK_BYTES_DIRECT
-        most = CHUNK_BYTES_BUSY if self._is_busy else CHUNK_BYTES
-        return min(most, room // CHUNKS_MIN or most)
+        group, room, is_busy = cast("Group", target), self.staging.ring.size, self._is_busy
+        size = CHUNK_BYTES_DIRECT
+        if is_busy and not group.is_direct and room >= group.pitch:
+            end = begin + max(1, room // 2 // group.pitch)
+            bridge = self._bridge(group, count)
+            edge = count - bridge if self._into_engine else bridge
+            return slice(begin, min(end, edge if begin < edge else count))
+        if not is_busy and not 0 < room < group.pitch:
+            size = min(CHUNK_BYTES, room // CHUNKS_MIN or CHUNK_BYTES)
+        size = chunk_blocks(before, page_bytes=group.pitch, chunk_bytes=size)
+        return slice(begin, min(begin + size, count))
+
+    def _bridge(self, group: Group, count: int) -> int:
+        """How many blocks, the first of a save or the last of a load, go without a kernel."""
+        if not self._is_busy or group.is_section or (self._moving and not self._into_engine):
+            return 0
+        return bridge_blocks(count, page_bytes=group.page_bytes, pieces=len(group.length))
 
     @property
     def _is_busy(self) -> bool:
@@ -196,28 +220,33 @@ class GpuLane:
         group = cast("Group", target)
         ids, offsets = blocks.blocks[part], blocks.offsets[part]
         self._device.register_slabs(offsets)
-        is_direct = group.is_direct and self._is_busy
-        if not is_direct and self._has_staging(len(ids) * group.pitch):
+        bridge, left = self._bridge(group, len(blocks.blocks)), len(blocks.blocks) - part.start
+        is_bridge = (left if self._into_engine else part.stop) <= bridge
+        is_direct = is_bridge or (group.is_direct and self._is_busy)
+        if not is_direct and self.staging.fits(len(ids) * group.pitch):
             return self._start_staged(group, ids, offsets, blocks.heads[part])
-        return self._start_direct(group, ids, offsets)
+        under_way = self._bytes + len(ids) * group.page_bytes
+        if self._bytes and under_way > DIRECT_WINDOW_BYTES and not is_bridge:
+            return False
+        self._start_direct(group, ids, offsets)
+        return True
 
     def wait(self) -> None:
         """See `Lane`."""
         moving = self._moving.popleft()
         if self._landing and self._landing[0].moving is moving:
-            self._scatter_bunch()
-        was_over = gpu.is_over(moving.end)  # then nobody knows when: this thread may be late
+            landing = self._landing.popleft()
+            gpu.wait(landing.there)
+            self._scatter(landing)
         gpu.wait(moving.end)
-        self._events.append(moving.end)
+        if moving.kernel is not None and gpu.seconds_between(*moving.kernel) > self._late_s:
+            self._busy_until_s = time.perf_counter() + BUSY_S
+        self._events += (moving.end, *moving.steps)
         self._bytes -= moving.bytes
-        if moving.between is not None:
-            self._events.append(moving.between)
-            self._ring.give_back()
-            now_s = time.perf_counter()
-            if not was_over and now_s - moving.due_s > LATE_S:
-                self._busy_until_s = now_s + BUSY_S
+        if moving.steps:
+            self.staging.ring.give_back()
         if not self._moving and self._is_busy:
-            self._grow_staging()
+            self.staging.grow()
 
     def signal(self, mapped: Mapped, number: int, value: int) -> None:
         """See `Lane`.
@@ -233,53 +262,6 @@ class GpuLane:
         first = cast("GpuMemory", mapped).signals
         gpu.write_word(first + 4 * (number - 1), value, self._cores)
 
-    def make_staging(self) -> bool:
-        """Make it before it is wanted, any thread; whether there is some.
-
-        Within a load that a forward waits for, memory would be asked for while the engine's stream
-        stands still, and nobody promises that a driver gives it then.
-        """
-        with self._making:
-            if not self._staging and not self._is_short:
-                self._allocate(min(self._device.staging_bytes, WINDOW_BYTES))
-            return self._staging != 0
-
-    def drop_staging(self) -> None:
-        """Give the GPU its memory back; nothing staged is under way."""
-        if self._staging:
-            gpu.free(self._staging)
-            self._staging, self._ring = 0, Ring(0)
-        self._is_short = False
-
-    def _has_staging(self, need: int) -> bool:
-        """Whether a chunk fits; makes the staging where that was not done before."""
-        if not self._staging:
-            self.make_staging()
-        return need <= self._ring.size
-
-    def _grow_staging(self) -> None:
-        """The larger it is, the less a busy engine is slowed; after a copy, never within one."""
-        if self._is_short or not 0 < self._ring.size < self._device.staging_bytes:
-            return
-        before = self._staging
-        self._allocate(self._device.staging_bytes)
-        if self._staging != before:
-            gpu.free(before)
-
-    def _allocate(self, wanted: int) -> None:
-        """So much, or half of it, and so on; what there is stays where there is no more."""
-        size = wanted
-        while size >= max(min(STAGING_BYTES_MIN, wanted), self._ring.size + 1):
-            address = gpu.allocate(size)
-            if address is not None:
-                self._ring, self._staging = Ring(size), address
-                break
-            size //= 2
-        got = self._ring.size
-        self._is_short = got < wanted
-        if self._is_short:
-            self._device.tell("staging.short", bytes_wanted=wanted, bytes_got=got)
-
     def _start_staged(
         self,
         group: Group,
@@ -288,33 +270,34 @@ class GpuLane:
         heads: NDArray[np.bool_],
     ) -> bool:
         size, is_busy = len(ids) * group.pitch, self._is_busy
-        if is_busy and self._is_emptying and 2 * self._bytes > self._ring.size:
-            return False
         if not is_busy and self._bytes and self._bytes + size > WINDOW_BYTES:
             return False
-        at = self._ring.take(size)
-        self._is_emptying = at is None
+        at = self.staging.ring.take(size)
         if at is None:
             return False
-        staging = self._staging + at
-        end, between = self._event(), self._event()
-        first, second = (self._bus, self._cores) if self._into_engine else (self._cores, self._bus)
+        staging, end, between = self.staging.address + at, self._event(), self._event()
         if self._into_engine:
             self._move_pages(group, offsets, heads, staging)
-        else:
-            self._launch(group, ids, staging)
-        gpu.record(between, first)
-        moving = self._note(end, between, size)
-        if self._into_engine:
+            gpu.record(between, self._bus)
+            moving = self._note(end, size, (between,), (between, end))
             landing = _Landing(moving, between, group, ids, staging)
             if is_busy:
                 self._landing.append(landing)
             else:
                 self._scatter(landing)
-        else:
-            gpu.wait_in(second, between)
-            self._move_pages(group, offsets, heads, staging)
-            gpu.record(end, second)
+            return True
+        steps: tuple[gpu.Handle, ...] = (between,)
+        kernel = None
+        if not self._moving:  # the bus has nothing to do: its stream's time is now
+            begun = self._event()
+            gpu.record(begun, self._bus)
+            steps, kernel = (between, begun), (begun, between)
+        self._launch(group, ids, staging)
+        gpu.record(between, self._cores)
+        gpu.wait_in(self._bus, between)
+        self._move_pages(group, offsets, heads, staging)
+        gpu.record(end, self._bus)
+        self._note(end, size, steps, kernel)
         return True
 
     def _scatter(self, landing: _Landing) -> None:
@@ -323,32 +306,13 @@ class GpuLane:
         self._launch(landing.group, landing.ids, landing.staging)
         gpu.record(landing.moving.end, self._cores)
 
-    def _scatter_bunch(self) -> None:
-        """Launch the kernels of half of the staging, or of all that is under way, when it is there.
-
-        Meanwhile the bus fills the other half.
-        """
-        bunch, size = [], 0
-        while self._landing and 2 * size < self._ring.size:
-            bunch.append(self._landing.popleft())
-            size += bunch[-1].moving.bytes
-        gpu.wait(bunch[-1].there)
-        now_s = time.perf_counter()
-        for landing in bunch:
-            self._scatter(landing)
-            landing.moving.due_s = now_s  # what it has waited for until now was our own choice
-
-    def _start_direct(self, group: Group, ids: NDArray[np.int32], offsets: Offsets) -> bool:
-        size = len(ids) * group.page_bytes
-        if self._bytes and self._bytes + size > DIRECT_WINDOW_BYTES:
-            return False
+    def _start_direct(self, group: Group, ids: NDArray[np.int32], offsets: Offsets) -> None:
         addresses = group.address + ids.astype(np.int64)[:, None] * group.stride
         slab = self._device.slab_bytes
         self._move(piece_runs(addresses, offsets + group.at, group.length, slab_bytes=slab))
         end = self._event()
         gpu.record(end, self._bus)
-        self._note(end, None, size)
-        return True
+        self._note(end, len(ids) * group.page_bytes)
 
     def _move_pages(
         self, group: Group, offsets: Offsets, heads: NDArray[np.bool_], staging: int
@@ -377,11 +341,16 @@ class GpuLane:
         target, source = (runs[:, 0], far) if self._into_engine else (far, runs[:, 0])
         gpu.copy(target, source, runs[:, 2], self._bus)
 
-    def _note(self, end: gpu.Handle, between: gpu.Handle | None, size: int) -> _Moving:
+    def _note(
+        self,
+        end: gpu.Handle,
+        size: int,
+        steps: tuple[gpu.Handle, ...] = (),
+        kernel: tuple[gpu.Handle, gpu.Handle] | None = None,
+    ) -> _Moving:
         """A chunk is under way, behind all others."""
         self._bytes += size
-        due_s = time.perf_counter() + self._bytes / BUS_BYTES_S
-        self._moving.append(_Moving(end, between, size, due_s))
+        self._moving.append(_Moving(end, size, steps, kernel))
         return self._moving[-1]
 
     def _launch(self, group: Group, ids: NDArray[np.int32], staging: int) -> None:

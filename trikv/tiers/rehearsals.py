@@ -5,6 +5,7 @@ nothing here touches an engine's memory or the pool, and no real chunk waits for
 has slept needs twice as long for its first chunk as for its second.
 """
 
+import math
 from typing import Final
 
 import numpy as np
@@ -35,8 +36,8 @@ class Rehearsal:
         self.slab_bytes = slab_bytes
         self.staging_bytes = PAGES * PAGE_ALIGN
         self.pool_address = gpu.allocate_host(2 * PAGES * PAGE_ALIGN)
-        self._lane = GpuLane(self, into_engine=into_engine)
-        if not self._lane.make_staging():
+        self._lane = GpuLane(self, into_engine=into_engine, late_s=math.inf)
+        if not self._lane.staging.make():
             raise gpu.CudaError("no memory for a rehearsal")
         nothing, whole = np.zeros(1, np.int64), np.full(1, PAGE_ALIGN, np.int64)
         page = (PAGE_ALIGN, PAGE_ALIGN, PAGE_ALIGN, 0)
