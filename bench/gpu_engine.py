@@ -20,6 +20,7 @@ from trikv.connector.jobs import LoadJob, SaveJob
 from trikv.connector.worker import WorkerHalf
 
 LAYERS, TOKENS, HEADS, SIZE = 36, 16, 8, 128
+FORWARD_CYCLES = 10_000_000  # some 5 ms
 MLA_LAYERS, MLA_TOKENS, MLA_SIZE = 61, 64, 576
 Tensors = dict[str, torch.Tensor]
 
@@ -93,6 +94,30 @@ LAYOUTS: dict[str, Callable[[int], Tensors]] = {
 }
 
 
+class Forward:
+    """Work of the GPU, some milliseconds of it, whose end is known on the host's clock."""
+
+    def __init__(self) -> None:
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._begun_s = 0.0
+
+    def begin(self) -> None:
+        """Launch it on a GPU that has nothing to do, and do not wait for it."""
+        self._begun_s = time.perf_counter()
+        self._begin.record()
+        torch.cuda._sleep(FORWARD_CYCLES)  # noqa: SLF001  # there is no other
+        self._end.record()
+
+    def synchronize(self) -> None:
+        """Wait for all of the GPU's work."""
+        torch.cuda.synchronize()
+
+    def end_s(self) -> float:
+        """When it had ended, as `time.perf_counter` counts; waits for it."""
+        self._end.synchronize()
+        return self._begun_s + self._begin.elapsed_time(self._end) / 1e3
+
+
 @dataclass
 class GpuEngine:
     """One rank whose tensors are registered with a daemon."""
@@ -105,31 +130,45 @@ class GpuEngine:
     address: str
     _numbers: int = 0
 
-    def save(self, name: str, blocks: list[int]) -> float:
-        """Save blocks under made-up hashes; returns seconds from the call to the answer."""
+    def save(self, name: str, blocks: list[int], forward: Forward | None = None) -> float:
+        """Save blocks under made-up hashes; returns seconds from the call to the answer.
+
+        With a forward: from its end, which the call does not wait for, as in an engine.
+        """
         self._numbers += 1
         blob = hashes(name, len(blocks))
         job = SaveJob(self._numbers, name, 0, HASH_BYTES, blob, pack(blocks))
+        if forward is not None:
+            forward.begin()
         begin_s = time.perf_counter()
         self.worker.start_saves([job])
         self._until(self._reported)
-        took_s = time.perf_counter() - begin_s
+        end_s = time.perf_counter()
+        took_s = end_s - (begin_s if forward is None else forward.end_s())
         saved = self.worker.tally.take().get("saved_blocks", 0)
         if saved != len(blocks):
             raise RuntimeError(f"{saved} of {len(blocks)} blocks were saved")
         return took_s
 
-    def load(self, name: str, blocks: list[int]) -> tuple[float, float]:
-        """Load them back into other blocks; returns seconds of the query and of the load."""
+    def load(self, name: str, blocks: list[int], *, is_alone: bool = True) -> tuple[float, float]:
+        """Load them back into other blocks; returns seconds of the query and of the load.
+
+        As the connector does it for an engine that computes nothing else, or does not.
+        """
         blob = hashes(name, len(blocks))
         begin_s = time.perf_counter()
-        answer = self.scheduler.query(name, HASH_BYTES, blob).result(10)
+        answer = self.scheduler.query(name, HASH_BYTES, blob, is_alone=is_alone).result(10)
         query_s = time.perf_counter() - begin_s
         if answer.hit_count != len(blocks):
             raise RuntimeError(f"{answer.hit_count} of {len(blocks)} blocks were found")
         begin_s = time.perf_counter()
-        self.worker.start_loads([LoadJob(name, answer.lease, 0, pack(blocks))])
-        self._until(lambda: self.worker.finished()[1])
+        job = LoadJob(name, answer.lease, 0, pack(blocks), is_alone=is_alone)
+        self.worker.start_loads([job])
+        if is_alone:
+            while not self.worker.finished(is_idle=True)[1]:
+                pass
+        else:
+            self._until(lambda: self.worker.finished()[1])
         took_s = time.perf_counter() - begin_s
         failed = self.worker.take_invalid()
         if failed:

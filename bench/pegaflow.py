@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from bench import daemons
 
@@ -28,6 +28,23 @@ READY_S = 180.0
 LAYER = "ALL_LAYERS"
 BLOCK_SHAPE = (2, 16, 8, 64)  # K and V, tokens, heads, head: 32 KiB of bf16 a block
 NAMESPACE = "bench"
+
+
+class Forward(Protocol):
+    """Work of the GPU; see `bench.gpu_engine`."""
+
+    def begin(self) -> None:
+        """Launch it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for the GPU, as its connector does."""
+        ...
+
+    def end_s(self) -> float:
+        """When it had ended."""
+        ...
+
 
 Ask = Callable[[int, int], float]
 """Of so many hashes, which of the prompts: seconds until the answer was there."""
@@ -211,13 +228,20 @@ class Rank:
         self._layers = dict(layers)
         self.client = _register(f"http://{address}", self._instance, layers, block_count)
 
-    def save(self, name: str, blocks: list[int]) -> float:
-        """Save blocks under made-up hashes; returns seconds from the call to the answer."""
+    def save(self, name: str, blocks: list[int], forward: Forward | None = None) -> float:
+        """Save blocks under made-up hashes; returns seconds from the call to the answer.
+
+        With a forward: from its end, which is waited for, as its connector does.
+        """
         hashes = _hashes(name, len(blocks))
         saves = [(layer, blocks, hashes) for layer in self._layers]
+        if forward is not None:
+            forward.begin()
+            forward.synchronize()
         begin_s = time.perf_counter()
         is_saved, why = self.client.save(self._instance, 0, 0, 0, saves)
-        took_s = time.perf_counter() - begin_s
+        end_s = time.perf_counter()
+        took_s = end_s - (begin_s if forward is None else forward.end_s())
         if not is_saved:
             raise RuntimeError(f"save: {why}")
         return took_s

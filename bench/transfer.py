@@ -10,7 +10,9 @@ median of all rounds; `with its call` is what the engine sees, from the call to 
 are drawn at random, anew in each round, and the pool is full and churned after the first rounds.
 The base is one copy of as many bytes between a plain buffer and registered memory, taken in turns
 with ours; and so is PegaFlow, with the same tensors in the layouts that it knows, where its wheel
-is installed or unpacked in a folder: of that only the time with its call is seen. Bytes are
+is installed or unpacked in a folder: of that only the time with its call is seen. An engine saves
+while its forward still runs: `save behind a forward` is from that one's end to the answer, as both
+connectors do it: ours has sent its call by then, PegaFlow's waits for the GPU first. Bytes are
 compared on the GPU in every case. `--load`: the same while another process multiplies matrices
 without a pause, with its speed beside what it has just before and after.
 """
@@ -34,7 +36,7 @@ import torch
 
 from bench import daemons, pegaflow, ranks
 from bench.busy import computing
-from bench.gpu_engine import LAYOUTS, GpuEngine, Tensors, gpu_engine
+from bench.gpu_engine import LAYOUTS, Forward, GpuEngine, Tensors, gpu_engine
 from bench.lines import Line, print_json, print_table
 
 POOL = "12gb"
@@ -86,7 +88,9 @@ class Times:
     copied: list[dict[str, float]] = field(default_factory=list)  # the copier's, of each round
     save_base: list[float] = field(default_factory=list)
     load_base: list[float] = field(default_factory=list)
+    behind: list[float] = field(default_factory=list)  # saves, from the end of a forward on
     save_peer: list[float] = field(default_factory=list)  # PegaFlow's, with its call
+    behind_peer: list[float] = field(default_factory=list)
     load_peer: list[float] = field(default_factory=list)
 
 
@@ -100,32 +104,33 @@ def rounds(
 ) -> Times:
     """Save and load `count` random blocks, in turns with the base and the peer."""
     times = Times()
-    size = count * engine.page_bytes
+    size, forward = count * engine.page_bytes, Forward()
     number = 0
-    before = copied_s(engine.address)
     while goes_on(number):
         ids = random.Random(f"{case}/{number}").sample(range(engine.blocks), 2 * count)
         source, target = ids[:count], ids[count:]
         name = f"{case}/{number}/{time.monotonic_ns()}"
+        before = copied_s(engine.address)
         times.save_base.append(ceiling.seconds(size, into_engine=False))
         times.save.append(engine.save(name, source))
         times.load_base.append(ceiling.seconds(size, into_engine=True))
         query_s, load_s = engine.load(name, target)
         times.query.append(query_s)
         times.load.append(load_s)
+        after = copied_s(engine.address)
+        times.copied.append({way: after[way] - before[way] for way in after})
+        times.behind.append(engine.save(f"{name}/behind", source, forward))
         if number == 0 and not engine.equal(source, target):
             raise RuntimeError(f"{case}: bytes differ")
         if peer is not None:
             times.save_peer.append(peer.save(name, source))
+            times.behind_peer.append(peer.save(f"{name}/behind", source, forward))
             if number == 0:
                 engine.clear(target)
             times.load_peer.append(peer.load(name, target))
             if number == 0 and not engine.equal(source, target):
                 raise RuntimeError(f"{case}: bytes differ after PegaFlow's load")
         number += 1
-        after = copied_s(engine.address)
-        times.copied.append({name: after[name] - before[name] for name in after})
-        before = after
     return times
 
 
@@ -145,21 +150,31 @@ def lines_of(times: Times, case: str, size: int, target: float | None) -> Iterat
         copied = statistics.median(one[name] for one in times.copied)
         if peers:
             theirs = size / statistics.median(peers) / 1e9
-            least = PEER_TARGETS[case.rpartition(",")[0]]
             metric, best = f"{name}, beside PegaFlow's with its call", size / copied / 1e9
             yield Line(case, metric, best, "GB/s", None, theirs, more_is_better=True)
-            metric = f"{name} with its call, beside PegaFlow's"
+            metric, least = f"{name} with its call, beside PegaFlow's", peer_target(case, name)
             yield Line(case, metric, speed, "GB/s", least, theirs, more_is_better=True)
         yield Line(case, name, size / copied / 1e9, "GB/s", target, ceiling, more_is_better=True)
         yield Line(case, f"{name} with its call", speed, "GB/s", None, ceiling, more_is_better=True)
         call_us = (statistics.median(taken) - copied) * 1e6
         yield Line(case, f"{name}: the call", call_us, "us")
+    behind = size / statistics.median(times.behind) / 1e9
+    yield Line(case, "save behind a forward", behind, "GB/s")
+    if times.behind_peer:
+        theirs = size / statistics.median(times.behind_peer) / 1e9
+        metric, least = "save behind a forward, beside PegaFlow's", peer_target(case, "behind")
+        yield Line(case, metric, behind, "GB/s", least, theirs, more_is_better=True)
     yield Line(case, "query", statistics.median(times.query) * 1e6, "us")
 
 
 def idle_target(mebibytes: int) -> float | None:
     """What the ratio to one large copy should reach."""
     return next((target for least, target in TARGETS.items() if mebibytes >= least), None)
+
+
+def peer_target(case: str, what: str) -> float | None:
+    """What the ratio to PegaFlow should reach: of loads, and of saves as engines have them."""
+    return None if what == "save" else PEER_TARGETS[case.rpartition(",")[0]]
 
 
 def peer_layers(layout: str, tensors: Tensors, blocks: int) -> Tensors:
@@ -213,7 +228,7 @@ def loaded(engine: GpuEngine, ceiling: Ceiling, layout: str, page: int) -> Itera
         engine.save(f"{case}/{time.monotonic_ns()}", ids[:count])
 
     def load() -> None:
-        engine.load(f"{case}/first", ids[count:])
+        engine.load(f"{case}/first", ids[count:], is_alone=False)
 
     base = {
         name: statistics.median(ceiling.seconds(size, into_engine=name == "load") for _ in range(5))

@@ -201,6 +201,9 @@ struct Query {
   waitSeconds @4 :Float32;
   # Answer when the blocks that are coming are there, when waiting pays no more, or after this time, at
   # most 60; 0: at once. Others are served meanwhile; a call that waits is a call in flight.
+  alone @5 :Bool;
+  # The engine computes nothing: it will load what is found at once, and its first bytes may come near its
+  # memory before that.
 }
 
 struct QueryReply {

@@ -267,7 +267,8 @@ def read_query(message: Any) -> Query:
     wait_s = float(message.waitSeconds)
     if not 0 <= wait_s <= WAIT_S_MAX:
         raise BadRequestError(f"waitSeconds must lie in 0 to {WAIT_S_MAX}")
-    return Query(_request(message.request), int(message.group), words, wait_s)
+    request = _request(message.request)
+    return Query(request, int(message.group), words, wait_s, is_alone=bool(message.alone))
 
 
 def read_save(message: Any) -> Save:

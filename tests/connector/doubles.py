@@ -37,14 +37,22 @@ class FakeCalls:
         self.saves: dict[int, tuple[SaveJob, int, int, Future[Saved]]] = {}
         self.released: list[str] = []
         self.waits: list[float] = []  # how long each query lets the daemon wait
+        self.alone: list[bool] = []  # whether what each query finds is loaded at once
         self.resets: list[Future[int]] = []
         self.altered: list[str] = []  # the text of each of them
 
     def query(
-        self, request: str, _size: int, hashes: bytes, wait_s: float = 0.0
+        self,
+        request: str,
+        _size: int,
+        hashes: bytes,
+        wait_s: float = 0.0,
+        *,
+        is_alone: bool = False,
     ) -> "Future[Answer]":
         future: Future[Answer] = Future()
         self.waits.append(wait_s)
+        self.alone.append(is_alone)
         self.queries.append((request, hashes, future))
         return future
 

@@ -77,3 +77,15 @@ def test_a_busy_engine_is_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
     begin_s = time.perf_counter()
     assert bench.half.matched(one, 0) == (None, False)
     assert time.perf_counter() - begin_s < wait_s
+
+
+def test_a_query_says_whether_what_it_finds_is_loaded_at_once() -> None:
+    """Copiers then begin with it before they know the blocks; a busy engine gains nothing by it."""
+    bench = Bench()
+    bench.half.add(request("q"))
+    bench.half.step(step_output(scheduled={"q": 5}))
+    bench.half.add(request("r"))
+    bench.half.finish("q")
+    bench.half.finish("r")
+    bench.half.add(request("s"))
+    assert bench.calls.alone == [True, False, True]

@@ -103,7 +103,7 @@ def test_a_load_that_fails_is_tried_again_by_name(outcome: Any) -> None:
     rank = Rank()
     asked: list[tuple[str, int, bytes]] = []
 
-    def query(request: str, size: int, hashes: bytes, _wait_s: float = 0.0) -> Any:
+    def query(request: str, size: int, hashes: bytes, *_: Any) -> Any:
         asked.append((request, size, hashes))
         return found(2 if len(asked) == 1 else 3)  # at first not all of them are back
 

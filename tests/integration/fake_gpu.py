@@ -18,13 +18,12 @@ from typing import Any
 
 from trikv.core.chunks import Sorted, chunk_blocks, sort
 from trikv.tiers.copier import serve
-from trikv.tiers.devices import AttachError
+from trikv.tiers.devices import AttachError, Key, Landed
 from trikv.tiers.frames import AttachOrder, CopyOrder, Direction, pack_facts
 
 CONTROL_BYTES = 4096
-PAUSE_MS, HANG, BREAK, EARLY, NODE, REHEARSALS = range(
-    6
-)  # bytes of the control; NODE: one more than it
+# bytes of the control; NODE: one more than it
+PAUSE_MS, HANG, BREAK, EARLY, NODE, REHEARSALS, BROUGHT, LANDED = range(8)
 CHUNK_BYTES = 16 << 10
 CHUNKS_MAX = 3
 
@@ -65,6 +64,9 @@ class FakeMapped:
         page = self.groups[order.group].block_bytes
         return sort(order.blocks, order.offsets, page_bytes=page, slab_bytes=1 << 20)
 
+    def has_sections(self, group: int) -> bool:
+        return bool(self.groups[group].ends)
+
     def targets(self, order: CopyOrder) -> list["FakeTarget"]:
         group = self.groups[order.group]
         ends = group.ends if order.is_ordered and group.ends else (group.end,)
@@ -103,6 +105,35 @@ class FakeLane:
     control: mmap.mmap
     into_engine: bool
     chunks: deque[Callable[[], None]] = field(default_factory=deque)
+    ahead: tuple[Key, Any, dict[int, bytes]] | None = None  # pages as they were then, by offset
+
+    def bring(self, key: Key, target: Any, blocks: Sorted) -> None:
+        if self.ahead is None or self.ahead[0] != key:
+            first = blocks.offsets[: CHUNK_BYTES // target.block_bytes].tolist()
+            pages = {at: bytes(self.pool[at : at + target.end]) for at in first}
+            self.ahead = (key, target, pages)
+            self.control[BROUGHT] = min(255, self.control[BROUGHT] + 1)
+
+    def land(self, key: Key, blocks: Sorted) -> Landed:
+        ahead, self.ahead = self.ahead, None
+        if ahead is None or ahead[0] != key:
+            return Landed()
+        _, target, pages = ahead
+        wanted = list(zip(blocks.blocks.tolist(), blocks.offsets.tolist(), strict=True))
+        count = sum(page in pages for _, page in wanted)
+        assert all(page in pages for _, page in wanted[:count]), "not the first of them"
+
+        def move() -> None:
+            for block, page in wanted[:count]:
+                for far, at, place, size in target.parts(block):
+                    far[at : at + size] = pages[page][place : place + size]
+
+        self.chunks.append(move)
+        self.control[LANDED] = min(255, self.control[LANDED] + 1)
+        return Landed([slice(0, count)])
+
+    def forget(self) -> None:
+        self.ahead = None
 
     def rehearse(self) -> None:
         self.control[REHEARSALS] = min(255, self.control[REHEARSALS] + 1)

@@ -145,9 +145,15 @@ class Rank:
         save = partial(self.daemon.service.save, self.session, call)
         return (await answer_of(save)).saved_count
 
-    def query(self, names: Sequence[object], request: str = "q") -> tuple[int, int]:
-        call = Query(RequestId(request), 0, hashes_to_words(hashes(*names), 32))
+    def query(
+        self, names: Sequence[object], request: str = "q", *, is_alone: bool = False
+    ) -> tuple[int, int]:
+        """How many are there, and the lease; its load is announced, as a connection does it."""
+        words = hashes_to_words(hashes(*names), 32)
+        call = Query(RequestId(request), 0, words, is_alone=is_alone)
         answer = self.daemon.service.query(self.session, call)
+        if is_alone:
+            self.daemon.service.expect_load(self.session, call, LeaseId(answer.lease))
         return answer.hit_count, answer.lease
 
     async def load(
@@ -163,11 +169,11 @@ class Rank:
         return await self.load_leased(lease, blocks, budget_s)
 
     async def load_leased(
-        self, lease: int, blocks: Sequence[int], budget_s: float = 0
+        self, lease: int, blocks: Sequence[int], budget_s: float = 0, first: int = 0
     ) -> list[int]:
         """Likewise."""
         ids = np.array(blocks, np.int32)
-        call = Load(self.number, LeaseId(lease), 0, ids, budget_s)
+        call = Load(self.number, LeaseId(lease), first, ids, budget_s)
         return (await self.ask(call)).tolist()
 
     async def ask(self, call: Load) -> NDArray[np.int32]:

@@ -370,22 +370,3 @@ async def test_an_engine_that_hangs_with_all_saves_it_may_have_holds_up_nobody(g
         with trio.fail_after(5):
             assert await other.save(["a"], [0]) == 1
         daemon.service.sessions.close(stuck.session, "test")
-
-
-async def test_a_copier_that_sleeps_is_told_of_what_comes(gpu: Gpu) -> None:
-    async with running(gpu) as daemon:
-        rank = Rank(daemon)
-        await rank.attach()
-        fill(rank)
-        assert await rank.save(["a"], [1]) == 1  # a save is announced while it is planned
-        for turn in range(100):  # not rehearsed where the copy has come as soon as the hint
-            if gpu.control[fake_gpu.REHEARSALS]:
-                break
-            assert await rank.save([f"a{turn}"], [1]) == 1
-        before = gpu.control[fake_gpu.REHEARSALS]
-        assert before
-        rank.query(["a"])
-        daemon.service.expect_load(rank.session)
-        await until(lambda: gpu.control[fake_gpu.REHEARSALS] == before + 1)
-        assert await rank.load(["a"], [5]) == []
-        assert rank.block(5) == rank.block(1)

@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 
 from trikv.core.calls import Register
 from trikv.core.errors import EngineLostError, NotReadyError
+from trikv.core.layout import Place
 from trikv.nursery.sessions import Attachment
 from trikv.tiers.copies import Copy, Process
 
+PAGE_BYTES_MAX = 1 << 16
 GPU_BASE = 1 << 40  # where a rank's GPU memory begins, as it is registered
 
 
@@ -107,6 +109,12 @@ class FakeMemory:
     def expect(self, attachment: Attachment, *, into_engine: bool) -> None:
         del attachment, into_engine
 
+    def bring(self, place: Place, lease: int, offsets: NDArray[np.int64]) -> None:
+        """Read some of the pages now; the load of this lease will have them as they are."""
+        some = self.rng.sample(offsets.tolist(), self.rng.randint(0, len(offsets)))
+        pages = {at: self.pool[at : at + PAGE_BYTES_MAX].copy() for at in some}
+        self.copiers.ahead[place.attachment] = (lease, pages)
+
     def detach(self, attachment: Attachment) -> None:
         self.copiers.detach(attachment)
 
@@ -141,6 +149,7 @@ class FakeCopiers:
         self.nursery: trio.Nursery
         self.mapped: dict[int, Callable[[str], None]] = {}
         self.copies: dict[int, int] = {}  # by attachment, until it is detached
+        self.ahead: dict[int, tuple[int, dict[int, NDArray[np.uint8]]]] = {}
         self.is_dying = False
         self.under_way: list[trio.CancelScope] = []
         self.back_s = 0.0
@@ -209,6 +218,9 @@ class FakeCopiers:
         if self.rng.random() < faults.copier_death_p:
             self.nursery.start_soon(self.die, self.rng.random() * 3)
         pieces = transfer.layout.addresses(transfer.blocks) - np.uint64(GPU_BASE - process.base)
+        assert transfer.layout.place is not None
+        ahead = self.ahead.pop(transfer.layout.place.attachment, (0, {}))
+        brought = ahead[1] if transfer.into_engine and ahead[0] == transfer.lease else {}
         for block, page in enumerate(transfer.offsets.tolist()):
             pause_s = self.rng.expovariate(1 / faults.copy_s_mean)
             if self.rng.random() < faults.copier_hang_p:
@@ -217,7 +229,8 @@ class FakeCopiers:
             if is_stopped():
                 break
             await trio.sleep(pause_s)  # a chunk that has begun is not stopped
-            await move(transfer, pieces[block].tolist(), pool, page, pause_s / 4)
+            source, at = (brought[page], 0) if page in brought else (pool, page)
+            await move(transfer, pieces[block].tolist(), source, at, pause_s / 4)
             arrived[block] = True
         return arrived
 

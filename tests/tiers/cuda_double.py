@@ -19,6 +19,7 @@ from trikv import tiers
 from trikv.tiers import kernels
 
 BLOCKS = 24
+TALL_PAGES = 3
 SLAB = 1 << 18
 POOL = 64 << 10  # addresses; the engine's memory follows, then what is allocated
 ENGINE = POOL + (2 << 20)
@@ -126,6 +127,9 @@ class Cuda(ModuleType):
         self.tables[len(self.tables) + 1] = rows.reshape(3, -1).astype(np.int64)
         return len(self.tables)
 
+    def register(self, address: int, size: int) -> None:
+        pass
+
     def free(self, address: int) -> None:
         pass
 
@@ -170,15 +174,16 @@ def doubled() -> Iterator[tuple[Cuda, Any, Any]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, "trikv.tiers.gpu", double)
         patched.setattr(tiers, "gpu", double, raising=False)
-        for name in ("staging", "lane", "rehearsals", "device"):
+        for name in ("staging", "moves", "lane", "rehearsals", "device"):
             patched.delitem(sys.modules, f"trikv.tiers.{name}", raising=False)
             patched.setattr(tiers, name, None, raising=False)
         try:
             lane = import_module("trikv.tiers.lane")
             patched.setattr("trikv.tiers.staging.BYTES_MIN", 1)
+            patched.setattr("trikv.tiers.moves.TALL_PAGES", TALL_PAGES)
             yield double, lane, import_module("trikv.tiers.device")
         finally:
-            for name in ("staging", "lane", "rehearsals", "device"):
+            for name in ("staging", "moves", "lane", "rehearsals", "device"):
                 sys.modules.pop(f"trikv.tiers.{name}", None)
 
 

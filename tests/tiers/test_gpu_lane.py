@@ -1,7 +1,6 @@
 """A GPU's lane on a double of CUDA: every byte of groups and sections, and when words change."""
 
 import contextlib
-import ctypes
 import math
 from collections.abc import Sequence
 from importlib import import_module
@@ -19,8 +18,8 @@ from tests.tiers.cuda_double import (
     FREE,
     POOL,
     SLAB,
+    TALL_PAGES,
     WORD,
-    Cuda,
     Owner,
     doubled,
 )
@@ -106,7 +105,6 @@ def test_every_byte_of_groups_and_sections(
     is_ordered = data.draw(st.sampled_from([True, True, False]))
     order = order_of(ids, places, into_engine=into_engine, is_ordered=is_ordered)
     with doubled() as (cuda, lane_module, device_module):
-        lane_module.TALL_PAGES = 3
         bridge = data.draw(st.integers(0, len(pages)))
         lane_module.bridge_blocks = lambda *_, **__: bridge
         cuda.choose = lambda count: data.draw(st.integers(0, count - 1))
@@ -150,159 +148,12 @@ def test_pages_side_by_side_are_a_rectangle_and_others_are_rows() -> None:
         group = device_module._map_group(order, [ENGINE], contextlib.ExitStack())
         mapped = lane_module.GpuMemory((), (), (group,), SLAB, WORD)
         lane = lane_module.GpuLane(Owner(256 << 10), into_engine=True)
-        side_by_side = list(range(lane_module.TALL_PAGES))
+        side_by_side = list(range(TALL_PAGES))
         places = [2 * PAGE_ALIGN * one for one in [*side_by_side, 20, 22]]
         copy = order_of(range(len(places)), places, into_engine=True, is_ordered=True)
         for target in mapped.targets(copy):
             assert lane.start(target, mapped.sort(copy), slice(0, len(places)))
         assert (cuda.rectangles, cuda.rows) == (2, 4)
-
-
-CHUNKS = 16
-
-
-def _lane(cuda: Cuda, lane_module: Any, device_module: Any, *, into_engine: bool) -> Any:
-    """A lane whose staging has room for eight blocks, and sixteen of them to be moved."""
-    cuda.memory[:] = np.random.default_rng(1).integers(0, 256, END, np.uint8)
-    order = GroupOrder(BLOCKS, (Piece(0, 0, 4096, 4096),), ())
-    group = device_module._map_group(order, [ENGINE], contextlib.ExitStack())
-    mapped = lane_module.GpuMemory((), (), (group,), SLAB, WORD)
-    places = [2 * PAGE_ALIGN * one for one in range(CHUNKS)]
-    copy = order_of(range(CHUNKS), places, into_engine=into_engine, is_ordered=False)
-    lane = lane_module.GpuLane(Owner(8 * PAGE_ALIGN), into_engine=into_engine)
-    (target,) = mapped.targets(copy)
-    blocks = mapped.sort(copy)
-    return lane, target, blocks
-
-
-def _busy_lane(cuda: Cuda, lane_module: Any, device_module: Any, *, into_engine: bool) -> Any:
-    """The same, and what begins a chunk of one block."""
-    lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=into_engine)
-    return lane, lambda at: lane.start(target, blocks, slice(at, at + 1))
-
-
-@pytest.mark.parametrize("into_engine", [False, True])
-@pytest.mark.parametrize("bridge", [0, 3])
-def test_a_busy_gpu_has_a_kernel_for_half_of_the_staging(*, into_engine: bool, bridge: int) -> None:
-    """Each change between two processes costs the engine; the bus goes on while one is waited for.
-
-    By a bridge of pieces: the first of a save or the last of a load.
-    """
-    with doubled() as (cuda, lane_module, device_module):
-        made = _lane(cuda, lane_module, device_module, into_engine=into_engine)
-        (lane, target, blocks), launch = made, cuda.launch
-        lane._busy_until_s = math.inf
-        lane_module.bridge_blocks = lambda *_, **__: bridge
-        rows: list[int] = []
-
-        def count(*args: Any) -> None:
-            if into_engine:  # it does not wait for its bytes on the GPU
-                pointers = (ctypes.c_uint64 * 8).from_address(args[-1])
-                staging = ctypes.c_uint64.from_address(pointers[4]).value
-                page = POOL + ctypes.c_int32.from_address(pointers[7]).value * 2 * PAGE_ALIGN
-                assert np.array_equal(cuda.memory[staging:][:4096], cuda.memory[page:][:4096])
-            rows.append(args[1][1])
-            launch(*args)
-
-        cuda.launch = count  # type: ignore[method-assign]
-        lane.staging.make()
-        started, parts = 0, []
-        while started < CHUNKS:
-            part = lane.next_part(target, started, CHUNKS, started)
-            if not lane.start(target, blocks, part):
-                lane.wait()
-                continue
-            started = part.stop
-            parts.append(part.stop - part.start)
-        while lane._moving:
-            lane.wait()
-        if bridge == 0:
-            assert rows == parts == [4, 4, 4, 4]
-        else:
-            assert rows == [4, 4, 4, 1]
-            assert parts == ([*rows, bridge] if into_engine else [bridge, *rows])
-
-
-def test_a_bridge_of_a_save_is_for_a_bus_with_nothing_to_do() -> None:
-    with doubled() as (cuda, lane_module, device_module):
-        lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=False)
-        lane._busy_until_s = math.inf
-        lane_module.bridge_blocks = lambda *_, **__: 3
-        assert lane.start(target, blocks, slice(CHUNKS - 1, CHUNKS))
-        assert lane.next_part(target, 0, CHUNKS, 0) == slice(0, 4)
-        launched, launch = [0], cuda.launch
-        cuda.launch = lambda *args: (launched.__setitem__(0, launched[0] + 1), launch(*args))  # type: ignore[method-assign]
-        assert lane.start(target, blocks, slice(0, 3))
-        assert launched == [1]
-
-
-@pytest.mark.parametrize("into_engine", [False, True])
-def test_no_more_is_under_way_on_a_free_gpu_than_a_small_copy_may_wait_for(
-    *, into_engine: bool
-) -> None:
-    with doubled() as (cuda, lane_module, device_module):
-        lane_module.WINDOW_BYTES = 3 * PAGE_ALIGN
-        lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=into_engine)
-        assert [begin(at) for at in range(4)] == [True, True, True, False]
-        lane.wait()
-        assert begin(3)
-        lane._busy_until_s = math.inf  # then there is to be all that the staging can have
-        for _ in range(3):
-            lane.wait()
-        assert [begin(at) for at in range(9)] == 8 * [True] + [False]
-        for _ in range(8):
-            lane.wait()
-        lane._busy_until_s = -math.inf
-        assert [begin(at) for at in range(4)] == [True, True, True, False]
-
-
-@pytest.mark.parametrize("into_engine", [False, True])
-@pytest.mark.parametrize("is_late", [False, True])
-def test_a_gpu_is_busy_where_a_kernel_is_late(*, into_engine: bool, is_late: bool) -> None:
-    """And not where this thread is late, or the bus slow: only the GPU's own clock is asked."""
-    with doubled() as (cuda, lane_module, device_module):
-        lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=into_engine)
-        cuda.kernel_s = 1.01 * lane_module.LATE_S if is_late else 0.99 * lane_module.LATE_S
-        assert begin(0)
-        lane.wait()
-        assert lane._is_busy is is_late
-
-
-def test_a_save_s_kernel_is_timed_while_the_bus_has_nothing_to_do() -> None:
-    """Else the event before it comes behind other chunks' bytes, and says nothing."""
-    with doubled() as (cuda, lane_module, device_module):
-        lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=False)
-        assert begin(0)
-        assert begin(1)
-        lane.wait()
-        cuda.kernel_s = 1.0
-        lane.wait()
-        assert not lane._is_busy
-
-
-@pytest.mark.parametrize("is_busy", [False, True])
-@pytest.mark.parametrize("is_given", [False, True])
-def test_staging_grows_after_a_copy_of_a_busy_gpu(*, is_busy: bool, is_given: bool) -> None:
-    """Never within one; and what there is stays where the GPU has no more."""
-    with doubled() as (cuda, lane_module, device_module):
-        lane_module.WINDOW_BYTES = 2 * PAGE_ALIGN
-        lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=True)
-        lane._busy_until_s = math.inf if is_busy else -math.inf
-        allocate, freed = cuda.allocate, []
-        cuda.free = freed.append  # type: ignore[method-assign]
-        assert begin(0)
-        first = lane.staging.address
-        assert begin(1)
-        most = END if is_given else 2 * PAGE_ALIGN  # as much as there is already is no gain
-        cuda.allocate = lambda n: allocate(n) if n <= most else None  # type: ignore[method-assign]
-        lane.wait()
-        assert lane.staging.ring.size == 2 * PAGE_ALIGN
-        lane.wait()
-        assert lane.staging.ring.size == (8 if is_busy and is_given else 2) * PAGE_ALIGN
-        assert freed == ([first] if is_busy and is_given else [])
-        assert lane.staging._is_short is (is_busy and not is_given)
-        assert begin(2)  # goes on with what it has
-        lane.wait()
 
 
 @pytest.mark.parametrize("has_words", [False, True])
@@ -360,15 +211,3 @@ def test_a_gpu_without_memory_has_no_rehearsals_and_copies_all_the_same() -> Non
             rehearsals.Rehearsal(Owner(0).kernels, SLAB, into_engine=True)
         lane_module.GpuLane(Owner(0), into_engine=True).rehearse()
         assert not any(cuda.streams)
-
-
-def test_chunks_are_no_larger_than_a_small_staging_allows_and_no_smaller_than_direct_ones() -> None:
-    with doubled() as (_, lane_module, device_module):
-        order = GroupOrder(BLOCKS, (Piece(0, 0, 4096, 4096),), ())
-        group = device_module._map_group(order, [ENGINE], contextlib.ExitStack())
-        direct = lane_module.CHUNK_BYTES_DIRECT // PAGE_ALIGN
-        for staging, wanted in ((8 * 4096, 2), (4095, direct)):
-            lane = lane_module.GpuLane(Owner(staging), into_engine=True)
-            lane.staging.make()
-            assert lane.next_part(group, 5, 10**6, direct) == slice(5, 5 + wanted)
-            assert lane.next_part(group, 5, 6, direct) == slice(5, 6)

@@ -66,7 +66,13 @@ class Calls:
         return self.client.is_ready
 
     def query(
-        self, request: str, hash_bytes: int, hashes: bytes, wait_s: float = 0.0
+        self,
+        request: str,
+        hash_bytes: int,
+        hashes: bytes,
+        wait_s: float = 0.0,
+        *,
+        is_alone: bool = False,
     ) -> Future[Answer]:
         """Ask how much of a prompt is at hand; again renews the lease.
 
@@ -75,6 +81,7 @@ class Calls:
             hash_bytes: of one hash.
             hashes: one blob, from the first block on.
             wait_s: how long the daemon may wait for blocks that are coming.
+            is_alone: what is found will be loaded at once.
         """
         body: dict[str, Any] = {
             "request": request,
@@ -84,6 +91,8 @@ class Calls:
         }
         if wait_s:
             body["waitSeconds"] = min(wait_s, WAIT_S_MAX)
+        if is_alone:
+            body["alone"] = True
         return self.client.call("query", {"query": body}, _read_answer, deadline_s=CALL_S + wait_s)
 
     def save(self, job: SaveJob, fence: int, generation: int, event: int) -> Future[Saved]:

@@ -59,8 +59,14 @@ class Lookups:
         self._clock = clock
         self._is_late = False
 
-    def start(self, track: Track, wait_s: float = 0.0) -> None:
-        """Send the query of all full blocks, if there is someone to answer it."""
+    def start(self, track: Track, wait_s: float = 0.0, *, is_alone: bool = False) -> None:
+        """Send the query of all full blocks, if there is someone to answer it.
+
+        Args:
+            track: of the request.
+            wait_s: how long the daemon may wait for blocks that are coming.
+            is_alone: the engine computes nothing: what is found will be loaded at once.
+        """
         request, attached = track.request, self._calls.attached
         hashes = request.block_hashes[:BLOCKS_MAX]
         if (
@@ -73,7 +79,8 @@ class Lookups:
         ):
             return
         track.hashes = b"".join(hashes)
-        future = self._calls.query(request.request_id, len(hashes[0]), track.hashes, wait_s)
+        asked = (request.request_id, len(hashes[0]), track.hashes, wait_s)
+        future = self._calls.query(*asked, is_alone=is_alone)
         future.add_done_callback(self._note_answer)
         track.lookup = Lookup(future, self._clock(), attached.number, wait_s)
         track.has_spoken = True
@@ -136,7 +143,7 @@ class Lookups:
     def _ask_later(self, track: Track, now_s: float, *, is_idle: bool) -> tuple[Found | None, bool]:
         """No answer is there: wait for one, but never longer than the engine is willing to."""
         if track.lookup is None:
-            self.start(track)
+            self.start(track, is_alone=is_idle)
         if track.lookup is None:
             return None, False
         is_first = track.asked_s is None

@@ -90,7 +90,7 @@ class SchedulerHalf:
         """A request has arrived: start its query now, it may be scheduled in a moment."""
         track = self._track(request)
         if track.is_cacheable:
-            self._lookups.start(track)
+            self._lookups.start(track, is_alone=not self._holding.is_computing)
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401
         """How many tokens behind `computed_tokens` can be loaded; None: ask again.

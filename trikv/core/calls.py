@@ -86,6 +86,7 @@ class Query:
     group: int
     words: Words
     wait_s: float = 0.0
+    is_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -80,7 +80,7 @@ def chunk_blocks(started: int, *, page_bytes: int, chunk_bytes: int) -> int:
 
 
 def bridge_blocks(count: int, *, page_bytes: int, pieces: int) -> int:
-    """How many of a copy's blocks go piece by piece while a kernel waits for its time slice.
+    """How many of a load's blocks go piece by piece while a kernel waits for its time slice.
 
     That wait is some 2 ms, in which a bus with nothing else to do moves as many pieces.
 

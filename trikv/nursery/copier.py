@@ -104,8 +104,7 @@ class _Channel:
     def hint(self, frame: bytes) -> None:
         """Send a frame that may be lost: not to one that does not read."""
         if not self._left:
-            with contextlib.suppress(OSError):  # of a few bytes all are taken or none
-                self._sock.send(frame)
+            self.post(frame)
 
     async def write(self) -> None:
         """Send what the socket did not take at once; runs until cancelled."""
@@ -209,8 +208,17 @@ class Copier:
 
     def expect(self, direction: Direction) -> None:
         """A copy is about to come: to one that sleeps, so that its thread is awake by then."""
-        if not self.end and not any(one.direction is direction for one in self._pending.values()):
+        if self._is_resting(direction):
             self._ways[direction].hint(pack(Kind.SOON, 0))
+
+    def bring(self, order: CopyOrder) -> None:
+        """A load is about to come, to blocks that are not known yet."""
+        if self._is_resting(order.direction):
+            self._ways[order.direction].hint(pack(Kind.AHEAD, 0, pack_copy(order)))
+
+    def _is_resting(self, direction: Direction) -> bool:
+        """Whether it could make use of knowing what comes."""
+        return not self.end and all(one.direction != direction for one in self._pending.values())
 
     def begin(
         self,

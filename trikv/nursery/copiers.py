@@ -29,6 +29,7 @@ from trikv.core.banks import ANY_BANK
 from trikv.core.calls import Register
 from trikv.core.errors import BadRequestError, NotReadyError, OverloadedError
 from trikv.core.layout import Place
+from trikv.core.words import Offsets
 from trikv.nursery.copier import Copier
 from trikv.nursery.sessions import Attachment
 from trikv.tiers.copies import Copy
@@ -127,6 +128,13 @@ class Copiers:
         way = Direction.LOAD if into_engine else Direction.SAVE
         self._by_attachment[attachment.number].expect(way)
 
+    def bring(self, place: Place, lease: int, offsets: Offsets) -> None:
+        """A load of these pages is about to come; see `Memory`."""
+        blocks = np.zeros(len(offsets), np.int32)  # nobody knows yet
+        way = Direction.LOAD
+        order = CopyOrder(place.attachment, place.group, way, 0, blocks, offsets, lease=lease)
+        self._by_attachment[place.attachment].bring(order)
+
     def begin(
         self,
         copy: Copy,
@@ -145,6 +153,7 @@ class Copiers:
             copy.signal,
             copy.value,
             copy.is_ordered,
+            copy.lease,
         )
         copier = self._by_attachment[place.attachment]
         copier.begin(next(self._numbers), order, is_stopped, ended)

@@ -29,6 +29,8 @@ from numpy.typing import NDArray
 
 from trikv.core.calls import Register
 from trikv.core.errors import KvError, OverloadedError, ShuttingDownError
+from trikv.core.layout import Place
+from trikv.core.words import Offsets
 from trikv.nursery.sessions import Attachment, Session, Sessions
 from trikv.tiers.copies import Copy, Process
 
@@ -91,6 +93,16 @@ class Memory(Protocol):
 
     def expect(self, attachment: Attachment, *, into_engine: bool) -> None:
         """A copy of this memory is about to come, most likely."""
+        ...
+
+    def bring(self, place: Place, lease: int, offsets: Offsets) -> None:
+        """A load of these pages is about to come, most likely; they stay as they are until then.
+
+        Args:
+            place: where to; not into which blocks.
+            lease: of the load. One of another lease has other bytes, be its pages the same.
+            offsets: of the pages in the pool; the load may want some of them only.
+        """
         ...
 
 

@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trikv.core.calls import Register
+from trikv.core.layout import Place
+from trikv.core.words import Offsets
 from trikv.nursery.copiers import Copiers
 from trikv.nursery.sessions import Attachment
 from trikv.tiers.copies import Copy, Process
@@ -54,3 +56,7 @@ class Memories:
     def expect(self, attachment: Attachment, *, into_engine: bool) -> None:
         """See `Memory`."""
         self.copiers.expect(attachment, into_engine=into_engine)
+
+    def bring(self, place: Place, lease: int, offsets: Offsets) -> None:
+        """See `Memory`."""
+        self.copiers.bring(place, lease, offsets)

@@ -16,8 +16,9 @@ import structlog
 from numpy.typing import NDArray
 
 from trikv import __version__, wire
-from trikv.core.calls import Answer, Saved
+from trikv.core.calls import Answer, Query, Saved
 from trikv.core.errors import KvError, UnsupportedVersionError
+from trikv.core.words import LeaseId
 from trikv.nursery.service import Service
 from trikv.nursery.sessions import Session
 from trikv.nursery.status import Facts, write_status
@@ -134,10 +135,11 @@ class SessionServant(wire.SCHEMA.Session.Server):
     def _query_at_once(self, context: Any) -> None:
         reply = context.results.init("reply")
         try:
-            answer = self._service.query(self._session, read(wire.read_query, context.params.query))
+            call = read(wire.read_query, context.params.query)
+            answer = self._service.query(self._session, call)
         except KvError as error:
             return self.connection.refuse(reply, error)
-        self._answer(reply.init("ok"), answer)
+        self._answer(reply.init("ok"), call, answer)
         return None
 
     @fatal
@@ -149,20 +151,20 @@ class SessionServant(wire.SCHEMA.Session.Server):
             answer = await self.connection.guest.run(late, self._session, call)
         except KvError as error:
             return self.connection.refuse(reply, error)
-        self._answer(reply.init("ok"), answer)
+        self._answer(reply.init("ok"), call, answer)
         return None
 
-    def _answer(self, ok: Any, answer: Answer) -> None:
+    def _answer(self, ok: Any, call: Query, answer: Answer) -> None:
         ok.hitCount = answer.hit_count
         ok.lease = answer.lease
         ok.leaseSeconds = answer.lease_s
         ok.comingCount = answer.coming_count
         ok.comingSeconds = answer.coming_s
-        self.connection.loop.call_soon(self._settle, answer.lease)  # once this is answered
+        self.connection.loop.call_soon(self._settle, call, answer.lease)  # once this is answered
 
-    def _settle(self, lease: int) -> None:
+    def _settle(self, call: Query, lease: int) -> None:
         if lease:
-            self._service.expect_load(self._session)
+            self._service.expect_load(self._session, call, LeaseId(lease))
         self.connection.settle()
 
     @later

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from trikv.core.calls import Answer, Declare, Load, Named, Query, Register, Save, Saved
 from trikv.core.errors import BadRequestError, ForbiddenError, KvError
 from trikv.core.layout import GroupLayout, Place
-from trikv.core.words import InstanceName, Offsets, RequestId
+from trikv.core.words import InstanceName, LeaseId, Offsets, RequestId
+from trikv.nursery.ahead import announce
 from trikv.nursery.copying import Copying, Job, Memory
 from trikv.nursery.sessions import Session, Sessions
 from trikv.nursery.store import Store, layouts_of
@@ -166,17 +167,12 @@ class Service:
             lambda copied: self.store.complete_load(plan, copied, layout),
             stop_s=self.store.now_s() + call.budget_s if call.budget_s else None,
             signal=(call.signal, call.value, call.is_ordered),
+            lease=call.lease,
         ).then(lambda copied: answer(missing_of(copied)))
 
-    def expect_load(self, session: Session) -> None:
+    def expect_load(self, session: Session, call: Query, lease: LeaseId) -> None:
         """What a query found will be loaded in a moment, most likely: copiers may get ready."""
-        name = session.instance
-        instance = self.store.engines.by_name.get(name) if name is not None else None
-        for rank, facts in instance.ranks.items() if instance is not None else ():
-            theirs = self.sessions.open_sessions.get(facts.session)
-            mapped = theirs.attachments.get(rank) if theirs is not None else None
-            if mapped is not None:
-                self.memory.expect(mapped, into_engine=True)
+        announce(self.store, self.sessions, self.memory, session.instance, call, lease)
 
     def release(self, session: Session, requests: list[RequestId]) -> None:
         """These requests have ended."""
@@ -225,11 +221,12 @@ class Service:
         fence: tuple[int, int] | None = None,
         stop_s: float | None = None,
         signal: tuple[int, int, bool] = (0, 0, False),
+        lease: int = 0,
     ) -> Job:
         assert session.process is not None
         layout, blocks, offsets, event = what
         into_engine = copying is self.loading
-        copy = Copy(session.process, layout, blocks, offsets, into_engine, event, *signal)
+        copy = Copy(session.process, layout, blocks, offsets, into_engine, event, *signal, lease)
         job = Job(session, copy, complete, fence, stop_s)
         copying.start(job)
         return job

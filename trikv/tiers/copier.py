@@ -12,6 +12,7 @@ the way is the end of the process: the daemon hears why, sees it dead, and start
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import socket
 import threading
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 
 from trikv.core.chunks import Sorted, next_copy
 from trikv.tiers import processors
-from trikv.tiers.devices import AttachError, Device, Lane, Mapped, Target
+from trikv.tiers.devices import AttachError, Device, Key, Lane, Mapped, Target
 from trikv.tiers.frames import (
     AttachOrder,
     CopyOrder,
@@ -68,6 +69,7 @@ class Transfer:
     started: int = 0  # blocks of it
     under_way: int = 0  # chunks
     is_stopped: bool = False
+    ahead_s: float = 0.0  # that its first chunks were under way before its order
 
     @property
     def bytes_left(self) -> int:
@@ -100,16 +102,19 @@ class Work:
         device: Device,
         sock: socket.socket,
         mapped: Mapping[int, Mapped],
+        mapping: threading.Lock,
     ) -> None:
         self._direction = direction
         self._device = device
         self._sock = sock
         self._mapped = mapped
+        self._mapping = mapping  # held while memory is unmapped
         self._frames = Frames()
         self._waiting: list[Transfer] = []
         self._moving: deque[tuple[Transfer, slice | None]] = deque()  # blocks whole after it
         self._alive_s = 0.0
         self._is_expecting = False
+        self._coming: CopyOrder | None = None  # what is expected, where that is known
         self._soon_until_s = 0.0
 
     def run(self) -> None:
@@ -118,8 +123,7 @@ class Work:
         while self._take_orders():
             self._show_life()
             if self._is_expecting and not self._moving:
-                lane.rehearse()
-                self._soon_until_s = time.perf_counter() + AWAKE_S
+                self._prepare(lane)
             self._is_expecting = False
             self._turn(lane)
 
@@ -132,6 +136,17 @@ class Work:
                 self._finish(lane)
         elif self._moving:
             self._finish(lane)
+
+    def _prepare(self, lane: Lane) -> None:
+        """Begin what can be begun without an order, and wait for that awake."""
+        order, self._coming = self._coming, None
+        with self._mapping:
+            mapped = self._mapped.get(order.attachment) if order is not None else None
+            if order is not None and mapped is not None and not mapped.has_sections(order.group):
+                (target,) = mapped.targets(order)
+                lane.bring(_key(order), target, mapped.sort(order))
+        lane.rehearse()
+        self._soon_until_s = time.perf_counter() + AWAKE_S
 
     def _ready(self) -> list[Transfer]:
         """Copies whose engine's work is over; each event is asked once, however many wait."""
@@ -147,12 +162,10 @@ class Work:
 
     def _take_orders(self) -> bool:
         """Take what has come; with nothing to do, wait for it. False: nothing will come."""
-        if self._moving or time.perf_counter() < self._soon_until_s:
-            self._sock.settimeout(0)
-        elif self._waiting:  # a save that waits for its engine is looked at again
-            self._sock.settimeout(POLL_S)
-        else:
-            self._sock.settimeout(None)
+        is_awake = self._moving or time.perf_counter() < self._soon_until_s
+        if self._waiting and not is_awake:  # a save that waits for its engine is looked at again
+            select.select((self._sock,), (), (), POLL_S)  # a socket's own timeout counts in ms
+        self._sock.settimeout(0 if is_awake or self._waiting else None)
         try:
             data = self._sock.recv(READ_BYTES)
         except (BlockingIOError, TimeoutError):
@@ -167,7 +180,8 @@ class Work:
             self._waiting.append(self._transfer(number, read_copy(body)))
             self._is_expecting, self._soon_until_s = False, 0.0
             return
-        if kind is Kind.SOON:
+        if kind in {Kind.SOON, Kind.AHEAD}:
+            self._coming = read_copy(body) if kind is Kind.AHEAD else None
             self._is_expecting = not self._waiting
             return
         assert kind is Kind.STOP, f"a daemon does not send {kind.name} here"
@@ -200,14 +214,17 @@ class Work:
     def _start(self, lane: Lane, transfer: Transfer) -> bool:
         begin, count = transfer.started, len(transfer.arrived)
         target = transfer.targets[transfer.section]
-        part = lane.next_part(target, begin, count, transfer.section * count + begin)
-        if not lane.start(target, transfer.sorted, part):
-            assert self._moving, "a chunk that never fits"
-            return False
+        parts = self._land(lane, transfer)
+        if not parts:
+            part = lane.next_part(target, begin, count, transfer.section * count + begin)
+            if not lane.start(target, transfer.sorted, part):
+                assert self._moving, "a chunk that never fits"
+                return False
+            parts = (part,)
         is_last = transfer.section == len(transfer.targets) - 1
-        self._moving.append((transfer, part if is_last else None))
-        transfer.started = part.stop
-        transfer.under_way += 1
+        self._moving += ((transfer, part if is_last else None) for part in parts)
+        transfer.started = parts[-1].stop
+        transfer.under_way += len(parts)
         if transfer.started == count:
             if transfer.order.signal:
                 lane.signal(transfer.mapped, transfer.order.signal, transfer.value)
@@ -215,6 +232,15 @@ class Work:
             if transfer.is_started:
                 self._waiting.remove(transfer)
         return True
+
+    def _land(self, lane: Lane, transfer: Transfer) -> Sequence[slice]:
+        """Chunks of a copy that were begun before its order came; first of all of its own."""
+        if transfer.section or transfer.started:
+            return ()
+        with self._mapping:
+            parts, bus_s = lane.land(_key(transfer.order), transfer.sorted)
+        transfer.ahead_s += bus_s
+        return parts
 
     def _finish(self, lane: Lane) -> None:
         lane.wait()
@@ -226,9 +252,13 @@ class Work:
 
     def _end_if_over(self, transfer: Transfer) -> None:
         if transfer.is_started and transfer.under_way == 0:
-            took_s = time.perf_counter() - transfer.since_s
+            took_s = time.perf_counter() - transfer.since_s + transfer.ahead_s
             body = pack_ended(transfer.arrived, took_s)
             self._sock.sendall(pack(Kind.ENDED, transfer.number, body))
+
+
+def _key(order: CopyOrder) -> Key:
+    return order.attachment, order.group, order.lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,9 +278,10 @@ class Copier:
         self._sock = socks.control
         self._sending = threading.Lock()
         self._mapped: dict[int, Mapped] = {}
+        self._mapping = threading.Lock()
         self._work = [
-            Work(Direction.SAVE, device, socks.save, self._mapped),
-            Work(Direction.LOAD, device, socks.load, self._mapped),
+            Work(Direction.SAVE, device, socks.save, self._mapped, self._mapping),
+            Work(Direction.LOAD, device, socks.load, self._mapped, self._mapping),
         ]
 
     def send(self, frame: bytes) -> None:
@@ -293,9 +324,10 @@ class Copier:
         if kind is Kind.ATTACH:
             self._attach(number, read_attach(body))
         elif kind is Kind.DETACH:
-            mapped = self._mapped.pop(number, None)
-            if mapped is not None:  # else it was refused
-                self._device.detach(mapped)
+            with self._mapping:
+                mapped = self._mapped.pop(number, None)
+                if mapped is not None:  # else it was refused
+                    self._device.detach(mapped)
         else:
             raise AssertionError(f"a daemon does not send {kind.name} here")
 

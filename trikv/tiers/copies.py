@@ -45,6 +45,7 @@ class Copy:
         signal: number, from 1, of the registered word that shows the end; 0: none.
         value: what that word becomes.
         is_ordered: section after section, and the word shows each.
+        lease: whose pages are loaded; 0: it is a save.
     """
 
     process: Process
@@ -56,3 +57,4 @@ class Copy:
     signal: int = 0
     value: int = 0
     is_ordered: bool = False
+    lease: int = 0

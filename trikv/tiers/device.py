@@ -27,7 +27,8 @@ from trikv.tiers.copier import serve
 from trikv.tiers.devices import AttachError, Mapped
 from trikv.tiers.drivers import version_problem
 from trikv.tiers.frames import AttachOrder, Direction, GroupOrder, pack_facts
-from trikv.tiers.lane import GpuLane, GpuMemory, Group
+from trikv.tiers.lane import GpuLane
+from trikv.tiers.moves import GpuMemory, Group
 from trikv.tiers.numa import node_of
 from trikv.tiers.rehearsals import Rehearsal
 
@@ -154,6 +155,7 @@ class GpuDevice:
         if self._ranks == 0:
             self._has_words = False
             for lane in self._lanes:
+                lane.forget()
                 lane.staging.drop()
 
     def _make_staging(self) -> None:

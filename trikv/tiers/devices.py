@@ -4,7 +4,7 @@ Decided here: nothing; the border between `copier`, which knows no CUDA, and `de
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from trikv.core.chunks import Sorted
 from trikv.tiers.frames import AttachOrder, CopyOrder, Direction
@@ -25,6 +25,10 @@ class Mapped(Protocol):
         """What a copy moves one after another: its sections, each of all blocks; or one."""
         ...
 
+    def has_sections(self, group: int) -> bool:
+        """Whether copies of this group may be moved section after section."""
+        ...
+
     def sort(self, order: CopyOrder) -> Sorted:
         """Put a copy's blocks in order."""
         ...
@@ -37,6 +41,17 @@ class Target(Protocol):
     def block_bytes(self) -> int:
         """Of one block, with padding."""
         ...
+
+
+Key: TypeAlias = tuple[int, int, int]
+"""Attachment, group and lease."""
+
+
+class Landed(NamedTuple):
+    """What of a load was begun ahead: its chunks, under way now, and how long the bus had them."""
+
+    parts: Sequence[slice] = ()
+    bus_s: float = 0.0
 
 
 class Lane(Protocol):
@@ -59,6 +74,27 @@ class Lane(Protocol):
 
     def start(self, target: Target, blocks: Sorted, part: slice) -> bool:
         """Begin a chunk; False: there is no room before the oldest one has ended."""
+        ...
+
+    def bring(self, key: Key, target: Target, blocks: Sorted) -> None:
+        """Begin the first chunks of a load whose blocks are not known: near them, and no further.
+
+        Only while nothing else is under way; what was brought before is dropped. Not all of it,
+        and nothing where that would be of no use.
+
+        Args:
+            key: of the load that it is for. Its pages do not change as long as that may come.
+            target: of the load.
+            blocks: of its pages; whose blocks say nothing.
+        """
+        ...
+
+    def land(self, key: Key, blocks: Sorted) -> Landed:
+        """A copy has come: go on with what was brought for it; what was not for it is dropped."""
+        ...
+
+    def forget(self) -> None:
+        """Drop what was brought; no byte of it moves any more."""
         ...
 
     def wait(self) -> None:

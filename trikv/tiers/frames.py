@@ -18,14 +18,15 @@ from trikv.core.layout import Piece
 from trikv.core.words import Offsets
 
 HEADER: Final = struct.Struct("<IIq")  # bytes of the body, kind, number
-_COPY: Final = struct.Struct("<qIIIIIII")
+_COPY: Final = struct.Struct("<qqIIIIIII")
 _TOOK: Final = struct.Struct("<d")
 
 
 class Kind(enum.IntEnum):
     """What a frame says; its number names an attachment or a copy.
 
-    Over the control socket all but COPY, STOP, SOON, ENDED and ALIVE, which have one a direction.
+    Over the control socket all but COPY, STOP, SOON, AHEAD, ENDED and ALIVE, which have one a
+    direction.
     """
 
     ATTACH = 1  # to the copier: map this memory; answered by MAPPED or REFUSED
@@ -33,6 +34,7 @@ class Kind(enum.IntEnum):
     COPY = 3  # answered by ENDED
     STOP = 4  # start no more of this copy
     SOON = 5  # a copy is about to come
+    AHEAD = 6  # this load is, to blocks that are not known yet: its first bytes may be brought near
     READY = 10  # from the copier: the GPU is open (facts)
     MAPPED = 11
     REFUSED = 12  # why, as a text
@@ -70,7 +72,7 @@ class AttachOrder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyOrder:
-    """Blocks to move; `event`, `signal`, `value` and `is_ordered` as in `Copy`."""
+    """Blocks to move; all that has a default as in `Copy`."""
 
     attachment: int
     group: int
@@ -81,6 +83,7 @@ class CopyOrder:
     signal: int = 0
     value: int = 0
     is_ordered: bool = False
+    lease: int = 0
 
 
 Frame: TypeAlias = tuple[Kind, int, bytes]
@@ -127,6 +130,7 @@ def pack_copy(order: CopyOrder) -> bytes:
     """The body of COPY."""
     head = _COPY.pack(
         order.attachment,
+        order.lease,
         order.group,
         order.direction,
         order.event,
@@ -141,12 +145,13 @@ def pack_copy(order: CopyOrder) -> bytes:
 
 def read_copy(body: bytes) -> CopyOrder:
     """What `pack_copy` took; the arrays are views of `body`."""
-    attachment, group, direction, event, signal, value, count, is_ordered = _COPY.unpack_from(body)
+    attachment, lease, group, direction, event, *rest = _COPY.unpack_from(body)
+    signal, value, count, is_ordered = rest
     blocks = np.frombuffer(body, np.int32, count, _COPY.size)
     offsets = np.frombuffer(body, np.int64, count, _COPY.size + 4 * count)
     way = Direction(direction)
-    rest = (signal, value, bool(is_ordered))
-    return CopyOrder(attachment, group, way, event, blocks, offsets, *rest)
+    shown = (signal, value, bool(is_ordered))
+    return CopyOrder(attachment, group, way, event, blocks, offsets, *shown, lease)
 
 
 def pack_facts(**facts: Any) -> bytes:  # noqa: ANN401  # numbers and texts for a log line

@@ -34,6 +34,7 @@ _TEMPLATE: Final = """
 extern "C" __global__ void move_%(width)d(const unsigned long long* table, unsigned int pieces,
     unsigned int each, unsigned int units, unsigned char* staging, unsigned long long pitch,
     unsigned int into_engine, const Ids ids) {
+  if (ids.of[blockIdx.y] < 0) return;  // a page that nobody wants
   const unsigned long long id = (unsigned long long)ids.of[blockIdx.y];
   %(type)s* page = (%(type)s*)(staging + blockIdx.y * pitch);
   const unsigned int step = gridDim.x * blockDim.x;
@@ -140,7 +141,7 @@ class Arguments:
         Args:
             of: the group's table.
             rows: address of `of.rows` on the GPU.
-            ids: of the engine's blocks, at most `ROWS_MAX`.
+            ids: of the engine's blocks, at most `ROWS_MAX`; negative: that page goes nowhere.
             staging: address of the first page.
             pitch: from page to page.
             into_engine: direction.

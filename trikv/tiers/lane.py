@@ -7,129 +7,53 @@ waits.
     gathered  by a kernel into staging, then one request to the copy engine a run of pages
     direct    one request for each piece, neighbours merged: large pieces of a busy GPU
 
-Of a section, whose parts of pages are no neighbours in the pool, a run of pages is a rectangle.
-
 Two processes' kernels share a busy GPU by time slices of about 2 ms: each chunk may wait that long
 for its kernel, and each change between them costs the engine a tenth of a millisecond. So chunks
 are small while the GPU is ours; when kernels are seen to wait, a chunk has half of the staging, and
-one kernel; pieces that the copy engine is good at need none, and some others go without one while
-the first kernel of a save or the last of a load is waited for (the bridge).
+one kernel; pieces that the copy engine is good at need none, and the last ones of a load go without
+one while that of the chunk before is waited for (the bridge).
 """
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.chunks import (
-    Runs,
-    Sorted,
-    bridge_blocks,
-    chunk_blocks,
-    page_runs,
-    piece_runs,
-    sort,
-    tall_runs,
-)
+from trikv.core.chunks import Sorted, bridge_blocks, chunk_blocks
 from trikv.core.words import Offsets
-from trikv.tiers import gpu, kernels
-from trikv.tiers.devices import Mapped, Target
-from trikv.tiers.frames import CopyOrder
-from trikv.tiers.staging import Staging
+from trikv.tiers import gpu
+from trikv.tiers.devices import Key, Landed, Mapped, Target
+from trikv.tiers.moves import GpuMemory, Group, Moves, Pool
+from trikv.tiers.staging import Giver, Staging
 
 CHUNK_BYTES: Final = 32 << 20
 CHUNK_BYTES_DIRECT: Final = 16 << 20
 CHUNKS_MIN: Final = 4
 """So many chunks fit into the staging, at least."""
-LATE_S: Final = 0.001
-"""A kernel that ends so long after it could begin has waited for the GPU's other users."""
+LATE_S: Final = 0.0003
+"""A kernel that takes so much more than twice its best time waited for the GPU's other users."""
 BUSY_S: Final = 1.0
 """How long chunks stay large after one was late: with many of them under way none is seen late."""
 DIRECT_WINDOW_BYTES: Final = 64 << 20
+AHEAD_BYTES: Final = 64 << 20
+"""What the bus brings in 1.2 ms, somewhat more than between a query's answer and the load's order.
+If nobody loads it, another load may have to wait for as long."""
 WINDOW_BYTES: Final = 192 << 20
 """As much is under way on a GPU that is ours: a small copy that comes now waits for no more. The
 staging has so much, and all that it may have once the GPU was busy."""
-TALL_PAGES: Final = 8
-"""A rectangle costs as much of the processor as some requests of a row."""
 
 
-class Owner(Protocol):
+class Owner(Pool, Giver, Protocol):
     """What a lane needs of its device."""
-
-    kernels: dict[int, gpu.Handle]
-    pool_address: int
-    slab_bytes: int
-    staging_bytes: int
 
     def register_slabs(self, offsets: Offsets) -> None:
         """Have the slabs of these pages registered now."""
         ...
-
-    def tell(self, event: str, **facts: float | str) -> None:
-        """A line for the daemon's log."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Group:
-    """One cache group of a mapped rank, or a section of it; a `Target`.
-
-    Attributes:
-        address: int64[pieces], of block 0 here.
-        pitch: from page to page in staging.
-        page_pitch: where pages are neighbours in the pool.
-        at: where in the page it begins.
-        is_section: not all of the page.
-        table: of the kernel; its rows lie at `rows` on the GPU.
-        sections: of a whole group; none: it is not cut.
-    """
-
-    address: NDArray[np.int64]
-    stride: NDArray[np.int64]
-    length: NDArray[np.int64]
-    page_bytes: int
-    pitch: int
-    page_pitch: int
-    at: int
-    is_section: bool
-    is_direct: bool
-    table: kernels.Table
-    rows: int
-    sections: tuple["Group", ...] = ()
-
-    @property
-    def block_bytes(self) -> int:
-        """See `Target`."""
-        return self.pitch
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GpuMemory:
-    """A rank's memory as this process sees it; a `Mapped`."""
-
-    handles: tuple[bytes, ...]
-    events: tuple[gpu.Handle, ...]
-    groups: tuple[Group, ...]
-    slab_bytes: int
-    signals: int = 0  # address of the first word; 0: none
-
-    def is_over(self, event: int) -> bool:
-        """See `Mapped`."""
-        return event == 0 or gpu.is_over(self.events[event - 1])
-
-    def targets(self, order: CopyOrder) -> Sequence[Group]:
-        """See `Mapped`."""
-        group = self.groups[order.group]
-        return (order.is_ordered and group.sections) or (group,)
-
-    def sort(self, order: CopyOrder) -> Sorted:
-        """See `Mapped`."""
-        pitch = self.groups[order.group].pitch
-        return sort(order.blocks, order.offsets, page_bytes=pitch, slab_bytes=self.slab_bytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -160,8 +84,27 @@ class _Landing:
     staging: int
 
 
+@dataclass(slots=True, eq=False)
+class _Ahead:
+    """Chunks that the bus brings for a load that has not come yet.
+
+    Attributes:
+        key: of the load.
+        group: of its rank.
+        begun: event before the first of them.
+        since_s: when they were asked for.
+        chunks: where in the staging each lies, the event when it is there, and its pages.
+    """
+
+    key: Key
+    group: Group
+    begun: gpu.Handle
+    since_s: float
+    chunks: list[tuple[int, gpu.Handle, Offsets]] = field(default_factory=list)
+
+
 class GpuLane:
-    """One direction; a `Lane`. All calls come from one thread."""
+    """One direction; a `Lane`. All calls come from one thread, or while that does nothing here."""
 
     practise: Callable[[], None] | None = None  # goes the way of a chunk, without one
 
@@ -170,13 +113,16 @@ class GpuLane:
         self._device = device
         self._late_s = late_s
         self._into_engine = into_engine
-        self._bus, self._cores = gpu.new_stream(), gpu.new_stream()
+        self._moves = Moves(device, into_engine=into_engine)
+        self._bus, self._cores = self._moves.bus, self._moves.cores
         self._events: list[gpu.Handle] = []
         self._moving: deque[_Moving] = deque()
         self._landing: deque[_Landing] = deque()
+        self._ahead: _Ahead | None = None
         self._bytes = 0  # under way
+        self._is_full = False  # a chunk waits for room in the staging
         self._busy_until_s = 0.0
-        self._arguments = kernels.Arguments()
+        self._byte_s = math.inf  # of the fastest kernel
         self.staging = Staging(device, WINDOW_BYTES)
 
     def rehearse(self) -> None:
@@ -197,8 +143,7 @@ class GpuLane:
         size = CHUNK_BYTES_DIRECT
         if is_busy and not group.is_direct and room >= group.pitch:
             end = begin + max(1, room // 2 // group.pitch)
-            bridge = self._bridge(group, count)
-            edge = count - bridge if self._into_engine else bridge
+            edge = count - self._bridge(group, count)
             return slice(begin, min(end, edge if begin < edge else count))
         if not is_busy and not 0 < room < group.pitch:
             size = min(CHUNK_BYTES, room // CHUNKS_MIN or CHUNK_BYTES)
@@ -206,8 +151,11 @@ class GpuLane:
         return slice(begin, min(begin + size, count))
 
     def _bridge(self, group: Group, count: int) -> int:
-        """How many blocks, the first of a save or the last of a load, go without a kernel."""
-        if not self._is_busy or group.is_section or (self._moving and not self._into_engine):
+        """How many blocks, the last of a load, go without a kernel.
+
+        Not of a save, whose kernel comes first: to ask for the pieces takes as long as it waits.
+        """
+        if not self._is_busy or group.is_section or not self._into_engine:
             return 0
         return bridge_blocks(count, page_bytes=group.page_bytes, pieces=len(group.length))
 
@@ -219,34 +167,115 @@ class GpuLane:
         """See `Lane`."""
         group = cast("Group", target)
         ids, offsets = blocks.blocks[part], blocks.offsets[part]
+        assert self._ahead is None, "it lies before this chunk in the staging"
         self._device.register_slabs(offsets)
-        bridge, left = self._bridge(group, len(blocks.blocks)), len(blocks.blocks) - part.start
-        is_bridge = (left if self._into_engine else part.stop) <= bridge
+        count = len(blocks.blocks)
+        is_bridge = count - part.start <= self._bridge(group, count)
         is_direct = is_bridge or (group.is_direct and self._is_busy)
         if not is_direct and self.staging.fits(len(ids) * group.pitch):
             return self._start_staged(group, ids, offsets, blocks.heads[part])
         under_way = self._bytes + len(ids) * group.page_bytes
         if self._bytes and under_way > DIRECT_WINDOW_BYTES and not is_bridge:
             return False
-        self._start_direct(group, ids, offsets)
+        self._moves.pieces(group, ids, offsets)
+        end = self._event()
+        gpu.record(end, self._bus)
+        self._note(end, len(ids) * group.page_bytes)
         return True
+
+    def bring(self, key: Key, target: Target, blocks: Sorted) -> None:
+        """See `Lane`. Not on a busy GPU, where a load waits for its kernel and not for the bus."""
+        group = cast("Group", target)
+        if self._ahead is not None and self._ahead.key == key:
+            return
+        self.forget()
+        if self._is_busy or not self.staging.fits(group.pitch):
+            return
+        begun = self._event()
+        gpu.record(begun, self._bus)
+        ahead = self._ahead = _Ahead(key, group, begun, time.perf_counter())
+        end, most = 0, min(len(blocks.offsets), AHEAD_BYTES // group.pitch)
+        while end < most:
+            part = self.next_part(target, end, most, end)
+            offsets, end = blocks.offsets[part], part.stop
+            at = self.staging.ring.take(len(offsets) * group.pitch)
+            if at is None:
+                break
+            self._device.register_slabs(offsets)
+            self._moves.pages(group, offsets, blocks.heads[part], self.staging.address + at)
+            there = self._event()
+            gpu.record(there, self._bus)
+            ahead.chunks.append((at, there, offsets))
+            self._bytes += len(offsets) * group.pitch
+
+    def land(self, key: Key, blocks: Sorted) -> Landed:
+        """See `Lane`. Both are sorted by place, so what was brought are the load's first pages."""
+        ahead = self._ahead
+        if ahead is None or ahead.key != key or not ahead.chunks:
+            self.forget()
+            return Landed()
+        self._ahead, parts, end = None, [], 0
+        last = ahead.chunks[-1][1]
+        bus_s = time.perf_counter() - ahead.since_s
+        if gpu.is_over(last):
+            bus_s = min(bus_s, gpu.seconds_between(ahead.begun, last))
+        self._events.append(ahead.begun)
+        for at, there, pages in ahead.chunks:
+            part = slice(end, int(np.searchsorted(blocks.offsets, pages[-1], "right")))
+            rows = np.searchsorted(pages, blocks.offsets[part])
+            assert np.array_equal(pages[rows], blocks.offsets[part]), "pages of another lease"
+            ids, end = np.full(len(pages), -1, np.int32), part.stop
+            ids[rows] = blocks.blocks[part]
+            size = len(pages) * ahead.group.pitch
+            self._bytes -= size
+            moving = self._note(self._event(), size, (there,))
+            self._scatter(_Landing(moving, there, ahead.group, ids, self.staging.address + at))
+            parts.append(part)
+        return Landed(parts, bus_s)
+
+    def forget(self) -> None:
+        """See `Lane`."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return
+        self._events.append(ahead.begun)
+        for _, there, pages in ahead.chunks:
+            gpu.wait(there)
+            self._events.append(there)
+            self.staging.ring.give_back()
+            self._bytes -= len(pages) * ahead.group.pitch
 
     def wait(self) -> None:
         """See `Lane`."""
         moving = self._moving.popleft()
         if self._landing and self._landing[0].moving is moving:
-            landing = self._landing.popleft()
-            gpu.wait(landing.there)
-            self._scatter(landing)
+            self._scatter_bunch()
         gpu.wait(moving.end)
-        if moving.kernel is not None and gpu.seconds_between(*moving.kernel) > self._late_s:
-            self._busy_until_s = time.perf_counter() + BUSY_S
+        if moving.kernel is not None:
+            self._note_kernel(gpu.seconds_between(*moving.kernel), moving.bytes)
         self._events += (moving.end, *moving.steps)
         self._bytes -= moving.bytes
         if moving.steps:
             self.staging.ring.give_back()
         if not self._moving and self._is_busy:
             self.staging.grow()
+
+    def _scatter_bunch(self) -> None:
+        """Launch the oldest kernel, or all: while more waits for room, the bus needs the rest."""
+        bunch = [self._landing.popleft() for _ in range(1 if self._is_full else len(self._landing))]
+        gpu.wait(bunch[-1].there)
+        begin_s = time.perf_counter()
+        for landing in bunch:
+            self._scatter(landing)
+        gpu.wait(bunch[-1].moving.end)
+        size = sum(landing.moving.bytes for landing in bunch)
+        self._note_kernel(time.perf_counter() - begin_s, size)
+
+    def _note_kernel(self, took_s: float, size: int) -> None:
+        """How long after it could begin a kernel had ended."""
+        self._byte_s = min(self._byte_s, took_s / size)
+        if took_s > self._late_s + 2 * self._byte_s * size:
+            self._busy_until_s = time.perf_counter() + BUSY_S
 
     def signal(self, mapped: Mapped, number: int, value: int) -> None:
         """See `Lane`.
@@ -273,14 +302,15 @@ class GpuLane:
         if not is_busy and self._bytes and self._bytes + size > WINDOW_BYTES:
             return False
         at = self.staging.ring.take(size)
+        self._is_full = at is None
         if at is None:
             return False
-        staging, end, between = self.staging.address + at, self._event(), self._event()
+        where, end, between = self.staging.address + at, self._event(), self._event()
         if self._into_engine:
-            self._move_pages(group, offsets, heads, staging)
+            self._moves.pages(group, offsets, heads, where)
             gpu.record(between, self._bus)
-            moving = self._note(end, size, (between,), (between, end))
-            landing = _Landing(moving, between, group, ids, staging)
+            moving = self._note(end, size, (between,), None if is_busy else (between, end))
+            landing = _Landing(moving, between, group, ids, where)
             if is_busy:
                 self._landing.append(landing)
             else:
@@ -292,10 +322,10 @@ class GpuLane:
             begun = self._event()
             gpu.record(begun, self._bus)
             steps, kernel = (between, begun), (begun, between)
-        self._launch(group, ids, staging)
+        self._moves.kernel(group, ids, where)
         gpu.record(between, self._cores)
         gpu.wait_in(self._bus, between)
-        self._move_pages(group, offsets, heads, staging)
+        self._moves.pages(group, offsets, heads, where)
         gpu.record(end, self._bus)
         self._note(end, size, steps, kernel)
         return True
@@ -303,43 +333,8 @@ class GpuLane:
     def _scatter(self, landing: _Landing) -> None:
         """Launch its kernel, behind its bytes."""
         gpu.wait_in(self._cores, landing.there)
-        self._launch(landing.group, landing.ids, landing.staging)
+        self._moves.kernel(landing.group, landing.ids, landing.staging)
         gpu.record(landing.moving.end, self._cores)
-
-    def _start_direct(self, group: Group, ids: NDArray[np.int32], offsets: Offsets) -> None:
-        addresses = group.address + ids.astype(np.int64)[:, None] * group.stride
-        slab = self._device.slab_bytes
-        self._move(piece_runs(addresses, offsets + group.at, group.length, slab_bytes=slab))
-        end = self._event()
-        gpu.record(end, self._bus)
-        self._note(end, len(ids) * group.page_bytes)
-
-    def _move_pages(
-        self, group: Group, offsets: Offsets, heads: NDArray[np.bool_], staging: int
-    ) -> None:
-        """Between the pool and staging: all of these pages, or the part that a section is."""
-        if not group.is_section:
-            runs = page_runs(offsets, heads, page_bytes=group.pitch)
-            runs[:, 0] += staging
-            self._move(runs)
-            return
-        runs, rest = tall_runs(offsets, heads, least=TALL_PAGES)
-        first = self._device.pool_address + group.at
-        for page, offset, height in runs.tolist():
-            near = (staging + page * group.pitch, group.pitch)
-            far = (first + offset, group.page_pitch)
-            way, size = self._into_engine, (group.page_bytes, height)
-            gpu.copy_rectangle(near, far, *size, self._bus, into_device=way)
-        if len(rest):
-            near_rows, far_rows = staging + rest * group.pitch, offsets[rest] + group.at
-            sizes = np.full(len(rest), group.page_bytes)
-            self._move(np.column_stack((near_rows, far_rows, sizes)))
-
-    def _move(self, runs: Runs) -> None:
-        """Ask the copy engine; columns are addresses on the GPU, offsets in the pool, bytes."""
-        far = runs[:, 1] + self._device.pool_address
-        target, source = (runs[:, 0], far) if self._into_engine else (far, runs[:, 0])
-        gpu.copy(target, source, runs[:, 2], self._bus)
 
     def _note(
         self,
@@ -352,16 +347,6 @@ class GpuLane:
         self._bytes += size
         self._moving.append(_Moving(end, size, steps, kernel))
         return self._moving[-1]
-
-    def _launch(self, group: Group, ids: NDArray[np.int32], staging: int) -> None:
-        table, arguments, most = group.table, self._arguments, kernels.ROWS_MAX
-        kernel = self._device.kernels[table.width]
-        for first in range(0, len(ids), most):
-            part, place = ids[first : first + most], staging + first * group.pitch
-            into_engine = self._into_engine
-            arguments.set(table, group.rows, part, place, group.pitch, into_engine=into_engine)
-            grid = (table.grid_x(len(part)), len(part))
-            gpu.launch(kernel, grid, kernels.THREADS, self._cores, arguments.address)
 
     def _event(self) -> gpu.Handle:
         return self._events.pop() if self._events else gpu.new_event()

@@ -14,7 +14,8 @@ from trikv.core.chunks import sort
 from trikv.core.pages import PAGE_ALIGN
 from trikv.core.words import Offsets
 from trikv.tiers import gpu, kernels
-from trikv.tiers.lane import GpuLane, Group
+from trikv.tiers.lane import GpuLane
+from trikv.tiers.moves import Group
 
 PAGES: Final = 16
 EMPTY: Final = kernels.Table(16, np.zeros(3, np.uint64), pieces=1, each=1, units=0)

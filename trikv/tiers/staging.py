@@ -13,7 +13,7 @@ from trikv.tiers import gpu
 BYTES_MIN: Final = 16 << 20
 
 
-class Owner(Protocol):
+class Giver(Protocol):
     """What it needs of its device."""
 
     staging_bytes: int  # at most
@@ -31,7 +31,7 @@ class Staging:
         ring: which parts of it are taken.
     """
 
-    def __init__(self, owner: Owner, first_bytes: int) -> None:
+    def __init__(self, owner: Giver, first_bytes: int) -> None:
         """Note how much there is to be at first, and until it grows."""
         self._owner, self._first_bytes = owner, first_bytes
         self.address = 0

@@ -1,0 +1,86 @@
+"""What copiers do before the order of a copy has come, on a fake GPU."""
+
+from tests.integration import fake_gpu
+from tests.integration.daemons import hashes
+from tests.integration.fake_gpu_daemon import Gpu, Rank, fill, running, until
+from trikv.core.calls import Query
+from trikv.core.layout import Piece
+from trikv.core.words import LeaseId, RequestId
+from trikv.wire import hashes_to_words
+
+
+async def test_a_copier_that_sleeps_is_told_of_what_comes(gpu: Gpu) -> None:
+    async with running(gpu) as daemon:
+        rank = Rank(daemon)
+        await rank.attach()
+        fill(rank)
+        assert await rank.save(["a"], [1]) == 1  # a save is announced while it is planned
+        for turn in range(100):  # not rehearsed where the copy has come as soon as the hint
+            if gpu.control[fake_gpu.REHEARSALS]:
+                break
+            assert await rank.save([f"a{turn}"], [1]) == 1
+        before = gpu.control[fake_gpu.REHEARSALS]
+        assert before
+        words = hashes_to_words(hashes("a"), 32)
+        call = Query(RequestId("q"), 0, words)
+        _, lease = rank.query(["a"])
+        daemon.service.expect_load(rank.session, call, LeaseId(lease))
+        await until(lambda: gpu.control[fake_gpu.REHEARSALS] == before + 1)
+        assert await rank.load(["a"], [5]) == []
+        assert rank.block(5) == rank.block(1)
+
+
+async def test_a_load_is_begun_before_its_blocks_are_known(gpu: Gpu) -> None:
+    """Of an engine that computes nothing else; all of it, or what is wanted of it."""
+    names = list("abcdefgh")
+    async with running(gpu) as daemon:
+        rank = Rank(daemon)
+        await rank.attach()
+        fill(rank)
+        assert await rank.save(names, range(8)) == 8
+        for turn, first in enumerate((0, 3, 7), 1):
+            hits, lease = rank.query(names, f"q{turn}", is_alone=True)
+            assert hits == 8
+            await until(lambda: gpu.control[fake_gpu.BROUGHT] == turn)  # noqa: B023  # called now
+            rank.query(names, f"q{turn}", is_alone=True)  # renewed: not brought again
+            targets = range(10 * turn + first, 10 * turn + 8)
+            assert await rank.load_leased(lease, targets, first=first) == []
+            assert [rank.block(one) for one in targets] == [rank.block(n) for n in range(first, 8)]
+            assert gpu.control[fake_gpu.BROUGHT] == gpu.control[fake_gpu.LANDED] == turn
+
+
+async def test_what_was_brought_for_a_lease_is_used_for_no_other(gpu: Gpu) -> None:
+    """Its pages may have other bytes by then."""
+    async with running(gpu) as daemon:
+        rank = Rank(daemon)
+        await rank.attach()
+        fill(rank)
+        assert await rank.save(["a", "b"], [0, 1]) == 2
+        rank.query(["a"], "q1", is_alone=True)
+        await until(lambda: gpu.control[fake_gpu.BROUGHT] == 1)
+        assert await rank.load(["b"], [5], request="q2") == []
+        assert rank.block(5) == rank.block(1)
+        rank.query(["a"], "q3", is_alone=True)
+        await until(lambda: gpu.control[fake_gpu.BROUGHT] == 2)
+        daemon.service.release(rank.session, [RequestId(f"q{n}") for n in (1, 3)])
+        pages = [daemon.service.store.cache.blocks.slot.copy()]
+        await daemon.service.reset(rank.session, "")
+        assert await rank.save(["b", "a"], [7, 8]) == 2  # into the same pages
+        pages.append(daemon.service.store.cache.blocks.slot.copy())
+        assert set(pages[0][pages[0] >= 0]) & set(pages[1][pages[1] >= 0])
+        assert await rank.load(["a", "b"][::-1], [20, 21], request="q4") == []
+        assert [rank.block(20), rank.block(21)] == [rank.block(7), rank.block(8)]
+        assert gpu.control[fake_gpu.LANDED] == 0
+
+
+async def test_a_rank_whose_loads_may_go_by_sections_is_only_told(gpu: Gpu) -> None:
+    pieces = (Piece(0, 0, 4096, 4096), Piece(0, 4096 * 64, 4096, 4096))
+    async with running(gpu) as daemon:
+        rank = Rank(daemon, pieces=pieces, blocks=64, sections=(4096, 8192))
+        await rank.attach()
+        assert await rank.save(["a"], [0]) == 1
+        before = gpu.control[fake_gpu.REHEARSALS]
+        _, lease = rank.query(["a"], is_alone=True)
+        await until(lambda: gpu.control[fake_gpu.REHEARSALS] == before + 1)
+        assert await rank.load_leased(lease, [5]) == []
+        assert gpu.control[fake_gpu.BROUGHT] == 0

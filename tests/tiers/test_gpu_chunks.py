@@ -1,0 +1,240 @@
+"""A GPU's lane on a double of CUDA: which chunks it makes, when, and what it does ahead."""
+
+import contextlib
+import ctypes
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.tiers.cuda_double import (
+    BLOCKS,
+    END,
+    ENGINE,
+    POOL,
+    SLAB,
+    WORD,
+    Cuda,
+    Owner,
+    doubled,
+)
+from tests.tiers.test_gpu_lane import order_of
+from trikv.core.layout import Piece
+from trikv.core.pages import PAGE_ALIGN
+from trikv.tiers.frames import AttachOrder, Direction, GroupOrder
+
+CHUNKS = 16
+
+
+def _lane(cuda: Cuda, lane_module: Any, device_module: Any, *, into_engine: bool) -> Any:
+    """A lane whose staging has room for eight blocks, and sixteen of them to be moved."""
+    cuda.memory[:] = np.random.default_rng(1).integers(0, 256, END, np.uint8)
+    order = GroupOrder(BLOCKS, (Piece(0, 0, 4096, 4096),), ())
+    group = device_module._map_group(order, [ENGINE], contextlib.ExitStack())
+    mapped = lane_module.GpuMemory((), (), (group,), SLAB, WORD)
+    places = [2 * PAGE_ALIGN * one for one in range(CHUNKS)]
+    copy = order_of(range(CHUNKS), places, into_engine=into_engine, is_ordered=False)
+    lane = lane_module.GpuLane(Owner(8 * PAGE_ALIGN), into_engine=into_engine)
+    (target,) = mapped.targets(copy)
+    blocks = mapped.sort(copy)
+    return lane, target, blocks
+
+
+def _busy_lane(cuda: Cuda, lane_module: Any, device_module: Any, *, into_engine: bool) -> Any:
+    """The same, and what begins a chunk of one block."""
+    lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=into_engine)
+    return lane, lambda at: lane.start(target, blocks, slice(at, at + 1))
+
+
+@pytest.mark.parametrize("into_engine", [False, True])
+@pytest.mark.parametrize("bridge", [0, 3])
+def test_a_busy_gpu_has_a_kernel_for_half_of_the_staging(*, into_engine: bool, bridge: int) -> None:
+    """Each change between two processes costs the engine; the bus goes on while one is waited for.
+
+    By a bridge of pieces, the last of a load; whose kernels come at once when no more is to come.
+    """
+    with doubled() as (cuda, lane_module, device_module):
+        made = _lane(cuda, lane_module, device_module, into_engine=into_engine)
+        (lane, target, blocks), launch = made, cuda.launch
+        lane._busy_until_s = math.inf
+        lane_module.bridge_blocks = lambda *_, **__: bridge
+        rows: list[int] = []
+
+        def count(*args: Any) -> None:
+            if into_engine:  # it does not wait for its bytes on the GPU
+                pointers = (ctypes.c_uint64 * 8).from_address(args[-1])
+                staging = ctypes.c_uint64.from_address(pointers[4]).value
+                page = POOL + ctypes.c_int32.from_address(pointers[7]).value * 2 * PAGE_ALIGN
+                assert np.array_equal(cuda.memory[staging:][:4096], cuda.memory[page:][:4096])
+            rows.append(args[1][1])
+            launch(*args)
+
+        cuda.launch = count  # type: ignore[method-assign]
+        lane.staging.make()
+        started, parts, bunches = 0, [], []
+        while started < CHUNKS:
+            part = lane.next_part(target, started, CHUNKS, started)
+            if not lane.start(target, blocks, part):
+                before = len(rows)
+                lane.wait()
+                bunches.append(len(rows) - before)
+                continue
+            started = part.stop
+            parts.append(part.stop - part.start)
+        while lane._moving:
+            before = len(rows)
+            lane.wait()
+            bunches.append(len(rows) - before)
+        if into_engine:
+            assert [one for one in bunches if one] == [1, 1, 2]
+        if bridge and into_engine:
+            assert (rows, parts) == ([4, 4, 4, 1], [4, 4, 4, 1, bridge])
+        else:
+            assert rows == parts == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("into_engine", [False, True])
+def test_no_more_is_under_way_on_a_free_gpu_than_a_small_copy_may_wait_for(
+    *, into_engine: bool
+) -> None:
+    with doubled() as (cuda, lane_module, device_module):
+        lane_module.WINDOW_BYTES = 3 * PAGE_ALIGN
+        lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=into_engine)
+        assert [begin(at) for at in range(4)] == [True, True, True, False]
+        lane.wait()
+        assert begin(3)
+        lane._busy_until_s = math.inf  # then there is to be all that the staging can have
+        for _ in range(3):
+            lane.wait()
+        assert [begin(at) for at in range(9)] == 8 * [True] + [False]
+        for _ in range(8):
+            lane.wait()
+        lane._busy_until_s = -math.inf
+        assert [begin(at) for at in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+@pytest.mark.parametrize("lease", [7, 8])
+def test_what_is_brought_is_for_one_lease(*, is_over: bool, lease: int) -> None:
+    """The pages of another one may have changed meanwhile."""
+    with doubled() as (cuda, lane_module, device_module):
+        lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
+        lane_module.AHEAD_BYTES = 5 * PAGE_ALIGN
+        lane.bring((1, 0, 7), target, blocks)
+        lane.bring((1, 0, 7), target, blocks)  # it is there already
+        assert lane._bytes == 5 * PAGE_ALIGN
+        if is_over:
+            while any(cuda.streams):
+                cuda.go_on()
+            if lease != 7:
+                cuda.memory[POOL:ENGINE] ^= 1
+        assert all(len(one) == 0 for one in cuda.streams) is is_over
+        parts, bus_s = lane.land((1, 0, lease), blocks)
+        count = 5 if lease == 7 else 0
+        assert [one for part in parts for one in range(part.start, part.stop)] == [*range(count)]
+        assert (bus_s > 0) is (count > 0 and not is_over)  # the double's own clock stands still
+        while count < CHUNKS:
+            count += lane.start(target, blocks, slice(count, count + 1)) or bool(lane.wait())
+        while lane._moving:
+            lane.wait()
+        for block, page in zip(blocks.blocks.tolist(), blocks.offsets.tolist(), strict=True):
+            near, far = cuda.memory[POOL + page :], cuda.memory[ENGINE + 4096 * block :]
+            assert np.array_equal(near[:4096], far[:4096])
+        assert (lane._bytes, len(lane.staging.ring._taken)) == (0, 0)
+
+
+def test_nothing_is_brought_to_a_busy_gpu_nor_without_staging() -> None:
+    with doubled() as (cuda, lane_module, device_module):
+        lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
+        lane._busy_until_s = math.inf
+        lane.bring((1, 0, 7), target, blocks)
+        small = lane_module.GpuLane(Owner(PAGE_ALIGN - 1), into_engine=True)
+        small.bring((1, 0, 7), target, blocks)
+        assert not any(cuda.streams)
+        assert small.land((1, 0, 7), blocks) == lane.land((1, 0, 7), blocks) == ((), 0.0)
+
+
+def test_the_last_rank_takes_what_was_brought_along() -> None:
+    with doubled() as (cuda, _, device_module):
+        facts = (POOL, 1 << 20, SLAB, 64 * PAGE_ALIGN, 0.0, 0)
+        device = device_module.GpuDevice(None, "GPU", {16: 16}, *facts)
+        device.prepare_pool(lambda _: None)
+        group = GroupOrder(BLOCKS, (Piece(0, 0, 4096, 4096),), ())
+        mapped = device.attach(AttachOrder((bytes(64),), (), (group,), None))
+        lane = device.lane(Direction.LOAD)
+        order = order_of([0, 1], [0, 8192], into_engine=True, is_ordered=False)
+        lane.bring((1, 0, 7), mapped.targets(order)[0], mapped.sort(order))
+        assert any(cuda.streams)
+        freed = []
+        cuda.free = lambda at: freed.append((at, any(cuda.streams)))  # type: ignore[method-assign]
+        address = lane.staging.address
+        device.detach(mapped)
+        assert (address, False) in freed, "given back while bytes were on their way"
+
+
+@pytest.mark.parametrize("into_engine", [False, True])
+def test_a_gpu_is_busy_where_a_kernel_is_late(*, into_engine: bool) -> None:
+    """And not where this thread is late, or the bus slow: only the GPU's own clock is asked."""
+    with doubled() as (cuda, lane_module, device_module):
+        lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=into_engine)
+        cuda.kernel_s = best_s = 1e-5
+        late_s = lane_module.LATE_S + 2 * best_s
+        for cuda.kernel_s, is_busy in (
+            (best_s, False),
+            (0.99 * late_s, False),
+            (1.01 * late_s, True),
+        ):
+            assert begin(0)
+            lane.wait()
+            assert lane._is_busy is is_busy
+
+
+def test_a_save_s_kernel_is_timed_while_the_bus_has_nothing_to_do() -> None:
+    """Else the event before it comes behind other chunks' bytes, and says nothing."""
+    with doubled() as (cuda, lane_module, device_module):
+        lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=False)
+        cuda.kernel_s = 1e-5
+        assert begin(0)
+        assert begin(1)
+        lane.wait()
+        cuda.kernel_s = 1.0
+        lane.wait()
+        assert not lane._is_busy
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+@pytest.mark.parametrize("is_given", [False, True])
+def test_staging_grows_after_a_copy_of_a_busy_gpu(*, is_busy: bool, is_given: bool) -> None:
+    """Never within one; and what there is stays where the GPU has no more."""
+    with doubled() as (cuda, lane_module, device_module):
+        lane_module.WINDOW_BYTES = 2 * PAGE_ALIGN
+        lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=True)
+        lane._busy_until_s = math.inf if is_busy else -math.inf
+        allocate, freed = cuda.allocate, []
+        cuda.free = freed.append  # type: ignore[method-assign]
+        assert begin(0)
+        first = lane.staging.address
+        assert begin(1)
+        most = END if is_given else 2 * PAGE_ALIGN  # as much as there is already is no gain
+        cuda.allocate = lambda n: allocate(n) if n <= most else None  # type: ignore[method-assign]
+        lane.wait()
+        assert lane.staging.ring.size == 2 * PAGE_ALIGN
+        lane.wait()
+        assert lane.staging.ring.size == (8 if is_busy and is_given else 2) * PAGE_ALIGN
+        assert freed == ([first] if is_busy and is_given else [])
+        assert lane.staging._is_short is (is_busy and not is_given)
+        assert begin(2)  # goes on with what it has
+        lane.wait()
+
+
+def test_chunks_are_no_larger_than_a_small_staging_allows_and_no_smaller_than_direct_ones() -> None:
+    with doubled() as (_, lane_module, device_module):
+        order = GroupOrder(BLOCKS, (Piece(0, 0, 4096, 4096),), ())
+        group = device_module._map_group(order, [ENGINE], contextlib.ExitStack())
+        direct = lane_module.CHUNK_BYTES_DIRECT // PAGE_ALIGN
+        for staging, wanted in ((8 * 4096, 2), (4095, direct)):
+            lane = lane_module.GpuLane(Owner(staging), into_engine=True)
+            lane.staging.make()
+            assert lane.next_part(group, 5, 10**6, direct) == slice(5, 5 + wanted)
+            assert lane.next_part(group, 5, 6, direct) == slice(5, 6)
