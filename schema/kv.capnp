@@ -365,7 +365,8 @@ struct CopierStatus {
   state @3 :Text;                   # why the last one ended, until a new one has mapped a rank
   endedCount @4 :UInt64;            # how often one has ended since the daemon's start
   registeredBytes @5 :UInt64;       # of the pool, once all of it is registered with the GPU
-  saveSeconds @6 :Float64;          # of this copier, from the arrival of each copy to its end, summed
+  saveSeconds @6 :Float64;          # of this copier, from the arrival of each copy to its end, summed;
+                                    # with the time that a load's first bytes took before that
   loadSeconds @7 :Float64;
 }
 
