@@ -129,25 +129,34 @@ class GpuEngine:
     worker: WorkerHalf
     address: str
     _numbers: int = 0
+    _saved_count: int = 0
 
-    def save(self, name: str, blocks: list[int], forward: Forward | None = None) -> float:
-        """Save blocks under made-up hashes; returns seconds from the call to the answer.
+    def save(
+        self,
+        name: str,
+        blocks: list[int],
+        forward: Forward | None = None,
+        *,
+        is_alone: bool = True,
+    ) -> float:
+        """Save blocks under made-up hashes; returns seconds from the call to its end.
 
-        With a forward: from its end, which the call does not wait for, as in an engine.
+        As the connector sees it for an engine that computes nothing else, or does not. With a
+        forward: from that one's end, which the call does not wait for, as in an engine.
         """
         self._numbers += 1
         blob = hashes(name, len(blocks))
-        job = SaveJob(self._numbers, name, 0, HASH_BYTES, blob, pack(blocks))
+        job = SaveJob(self._numbers, name, 0, HASH_BYTES, blob, pack(blocks), is_alone=is_alone)
         if forward is not None:
             forward.begin()
         begin_s = time.perf_counter()
         self.worker.start_saves([job])
-        self._until(self._reported)
+        self._finish(lambda: self.worker.take_report() is not None, is_alone=is_alone)
         end_s = time.perf_counter()
         took_s = end_s - (begin_s if forward is None else forward.end_s())
-        saved = self.worker.tally.take().get("saved_blocks", 0)
-        if saved != len(blocks):
-            raise RuntimeError(f"{saved} of {len(blocks)} blocks were saved")
+        self._finish(self._counted, is_alone=False)
+        if self._saved_count != len(blocks):
+            raise RuntimeError(f"{self._saved_count} of {len(blocks)} blocks were saved")
         return took_s
 
     def load(self, name: str, blocks: list[int], *, is_alone: bool = True) -> tuple[float, float]:
@@ -164,11 +173,7 @@ class GpuEngine:
         begin_s = time.perf_counter()
         job = LoadJob(name, answer.lease, 0, pack(blocks), is_alone=is_alone)
         self.worker.start_loads([job])
-        if is_alone:
-            while not self.worker.finished(is_idle=True)[1]:
-                pass
-        else:
-            self._until(lambda: self.worker.finished()[1])
+        self._finish(lambda: self.worker.loads_in_flight == 0, is_alone=is_alone)
         took_s = time.perf_counter() - begin_s
         failed = self.worker.take_invalid()
         if failed:
@@ -176,14 +181,19 @@ class GpuEngine:
         self.scheduler.release([name])
         return query_s, took_s
 
-    def _reported(self) -> object:
-        self.worker.finished()
-        return self.worker.take_report()
+    def _counted(self) -> bool:
+        """Whether the daemon has answered a save, and what became of its blocks."""
+        counts = self.worker.tally.take()
+        self._saved_count = counts.get("saved_blocks", 0)
+        return any("save" in name or name == "present_blocks" for name in counts)
 
-    def _until(self, check: Callable[[], object]) -> None:
-        """Ask again and again, as an engine does that has nothing else to do."""
+    def _finish(self, check: Callable[[], object], *, is_alone: bool) -> None:
+        """Go round as an engine does that has nothing else to do."""
+        self.worker.finished(is_idle=is_alone)
         while not check():
-            time.sleep(20e-6)
+            if not is_alone:
+                time.sleep(20e-6)
+            self.worker.finished(is_idle=is_alone)
 
     def equal(self, first: list[int], second: list[int]) -> bool:
         """Whether two sets of blocks hold the same bytes, on all layers."""

@@ -225,7 +225,7 @@ def loaded(engine: GpuEngine, ceiling: Ceiling, layout: str, page: int) -> Itera
     ids = random.Random(case).sample(range(engine.blocks), 2 * count)
 
     def save() -> None:
-        engine.save(f"{case}/{time.monotonic_ns()}", ids[:count])
+        engine.save(f"{case}/{time.monotonic_ns()}", ids[:count], is_alone=False)
 
     def load() -> None:
         engine.load(f"{case}/first", ids[count:], is_alone=False)

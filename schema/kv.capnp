@@ -231,6 +231,8 @@ struct Save {
   fence @7 :UInt32;                 # index into `Fences`; ignored when the rank has none
   generation @8 :UInt64;
   event @9 :UInt16;                 # 1 + index into `Rank.events`; 0: the blocks are complete now
+  signal @10 :UInt16;               # 1 + index into the rank's words, which becomes `value` behind the
+  value @11 :UInt32;                # last byte that is read; 0: none. Only if no copy of it fails
 }
 
 struct SaveReply {

@@ -294,6 +294,8 @@ def read_save(message: Any) -> Save:
         int(message.fence),
         int(message.generation),
         int(message.event),
+        int(message.signal),
+        int(message.value),
     )
 
 

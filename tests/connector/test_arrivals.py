@@ -1,4 +1,4 @@
-"""Words of loads that no forward waits for: believed when they say so, and never otherwise."""
+"""Words of copies that no forward waits for: believed when they say so, and never otherwise."""
 
 import logging
 from typing import TYPE_CHECKING, Any
@@ -9,9 +9,9 @@ import torch
 from tests.connector.doubles import FakeCalls
 from trikv.connector import arrivals
 from trikv.connector.arrivals import Arrivals
-from trikv.connector.calls import pack
-from trikv.connector.jobs import SIGNAL_COUNT, LoadJob
-from trikv.connector.link import LostError
+from trikv.connector.calls import Saved, pack
+from trikv.connector.jobs import SIGNAL_COUNT, LoadJob, SaveJob
+from trikv.connector.link import CallError, LostError, RefusedError
 from trikv.connector.worker import WorkerHalf
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Words:
     def read(self) -> list[int]:
         return self.values
 
-    def show(self, marked: LoadJob) -> None:
+    def show(self, marked: LoadJob | SaveJob) -> None:
         self.values[marked.signal - 1] = marked.value
 
 
@@ -38,12 +38,26 @@ class Rank:
         self.calls, self.words = FakeCalls(), Words()
         self.half = WorkerHalf(self.calls, LOG)  # type: ignore[arg-type]
         self.half.register("i", 0, {"l": torch.zeros(8, 2, 4, 4)}, 8, 128)
-        self.half._arrivals = Arrivals(self.words, LOG)  # type: ignore[arg-type]
+        words = Arrivals(self.words, LOG)  # type: ignore[arg-type]
+        self.half._arrivals = self.half._saves.arrivals = words
 
     def load(self, name: str, *, is_alone: bool = True) -> tuple[LoadJob, "Future[Any]"]:
         """What was sent, and what will be its answer."""
         self.half.start_loads([LoadJob(name, 5, 0, pack([1, 2]), is_alone=is_alone)])
         return self.calls.loads[name]
+
+    def save(self, number: int, name: str = "r", *, is_alone: bool = True) -> tuple[SaveJob, Any]:
+        """Likewise."""
+        job = SaveJob(number, name, 0, 32, bytes(32), pack([1]), is_alone=is_alone)
+        self.half.start_saves([job])
+        sent, _, _, answer = self.calls.saves[number]
+        return sent, answer
+
+    def report(self) -> dict[int, int]:
+        """Saves that are over, as an idle step says it."""
+        self.half.finished(is_idle=True)
+        report = self.half.take_report()
+        return report.answered if report is not None else {}
 
 
 @pytest.fixture(autouse=True)
@@ -138,3 +152,58 @@ def test_a_load_that_was_sent_ahead_may_have_come_before_its_step() -> None:
     assert rank.half.finished(is_idle=True) == (set(), set())  # its step has not begun
     rank.half.start_loads([job])
     assert rank.half.finished(is_idle=True) == (set(), {"a"})
+
+
+def test_a_save_is_over_when_its_word_says_so_and_counted_when_it_is_answered() -> None:
+    rank = Rank()
+    (first, answer), (second, other) = rank.save(1), rank.save(2)
+    assert {first.signal, second.signal} == {SIGNAL_COUNT + 1, SIGNAL_COUNT + 2}
+    assert rank.report() == {}
+    rank.words.show(first)
+    assert rank.report() == {1: 1}
+    assert rank.report() == {}
+    assert rank.half.tally.take() == {}
+    answer.set_result(Saved(1, 0, 0))
+    assert rank.report() == {}
+    assert rank.half.tally.take() == {"saved_blocks": 1}
+    other.set_result(Saved(0, 1, 0))
+    assert rank.report() == {2: 1}
+    assert rank.half.tally.take() == {"present_blocks": 1}
+    assert len(rank.half._fences._free) == rank.half._fences.count
+
+
+@pytest.mark.parametrize("error", [LostError("cut"), RefusedError("overloaded", "")])
+def test_what_becomes_of_a_save_that_is_over_costs_nobody_anything(error: CallError) -> None:
+    rank = Rank()
+    shown, answer = rank.save(1)
+    rank.words.show(shown)
+    assert rank.report() == {1: 1}
+    answer.set_exception(error)
+    assert rank.report() == {}
+    assert "saves_voided" not in rank.half.tally.total
+
+
+def test_an_ended_request_s_blocks_are_kept_until_its_save_has_read_them() -> None:
+    rank = Rank()
+    shown, _ = rank.save(1)
+    rank.half.delay(["r"])
+    assert rank.half.finished(is_idle=True) == (set(), set())
+    rank.words.show(shown)
+    assert rank.half.finished(is_idle=True) == ({"r"}, set())
+
+
+def test_the_word_of_a_save_that_was_made_void_says_nothing() -> None:
+    rank = Rank()
+    shown, answer = rank.save(1)
+    rank.half.void(["r"])
+    assert rank.report() == {1: 1}
+    rank.words.show(shown)
+    again, _ = rank.save(2)
+    assert again.signal != shown.signal  # its answer is still out
+    assert rank.report() == {}
+    answer.set_result(Saved(0, 0, 1))
+    assert rank.report() == {}
+
+
+def test_a_save_of_a_step_with_others_has_no_word() -> None:
+    assert Rank().save(1, is_alone=False)[0].signal == 0

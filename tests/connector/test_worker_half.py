@@ -303,7 +303,7 @@ class WorkerMachine(RuleBasedStateMachine):
 
     @invariant()
     def fences_are_neither_lost_nor_shared(self) -> None:
-        held = [saving.fence for saving in self.rank.half._saving.values()]
+        held = [saving.fence for saving in self.rank.half._saves._by_request.values()]
         assert len(set(held)) == len(held)
         assert len(held) + len(self.rank.half._fences._free) == self.rank.half._fences.count
 

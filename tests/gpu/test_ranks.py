@@ -37,7 +37,7 @@ def save(ranks: Sequence[GpuEngine], name: str, blocks: Sequence[int]) -> int:
         rank.worker.start_saves([SaveJob(number, name, 0, 32, blob, pack(blocks))])
     stored = 0
     for rank in ranks:
-        rank._until(rank._reported)
+        rank._finish(rank.worker.take_report, is_alone=False)
         stored += rank.worker.tally.take().get("saved_blocks", 0)
     return stored
 
@@ -56,7 +56,7 @@ def load(ranks: Sequence[GpuEngine], name: str, blocks: Sequence[int]) -> None:
     for rank in ranks:
         rank.worker.start_loads([LoadJob(name, answer.lease, 0, pack(blocks))])
     for rank in ranks:
-        rank._until(lambda rank=rank: rank.worker.finished()[1])
+        rank._finish(lambda rank=rank: rank.worker.loads_in_flight == 0, is_alone=False)
         assert rank.worker.take_invalid() == set()
     ranks[0].scheduler.release([name])
 

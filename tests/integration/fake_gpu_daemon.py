@@ -137,11 +137,16 @@ class Rank:
         )
 
     async def save(
-        self, names: Sequence[object], blocks: Sequence[int], event: int = 0, first: int = 0
+        self,
+        names: Sequence[object],
+        blocks: Sequence[int],
+        event: int = 0,
+        first: int = 0,
+        shown: tuple[int, int] = (0, 0),
     ) -> int:
         words = hashes_to_words(hashes(*names), 32)
         ids = np.array(blocks, np.int32)
-        call = Save(self.number, 0, RequestId("r"), first, words, ids, 0, 0, event)
+        call = Save(self.number, 0, RequestId("r"), first, words, ids, 0, 0, event, *shown)
         save = partial(self.daemon.service.save, self.session, call)
         return (await answer_of(save)).saved_count
 

@@ -1,11 +1,13 @@
 """Loads with a signal and loads that the scheduler starts, through a copier with a fake GPU."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import trio
 
 from tests.integration import fake_gpu
-from tests.integration.fake_gpu_daemon import Gpu, Rank, fill, running, until
+from tests.integration.fake_gpu_daemon import PAGE, Gpu, Rank, fill, running, until
 from trikv.core.calls import Load
 from trikv.core.errors import BadRequestError
 from trikv.core.layout import Piece
@@ -144,4 +146,28 @@ async def test_a_word_that_was_not_registered_is_refused(gpu: Gpu) -> None:
         _, lease = rank.query(NAMES)
         with pytest.raises(BadRequestError, match="signal 1 of 0"):
             await rank.ask(load_of(rank, lease, [5, 6, 7], 1, 9))
+        with pytest.raises(BadRequestError, match="signal 1 of 0"):
+            await rank.save(["other"], [9], shown=(1, 9))
         assert (await rank.ask(load_of(rank, lease, [5, 6, 7]))).size == 0
+
+
+async def test_the_word_of_a_save_changes_when_its_blocks_have_been_read(gpu: Gpu) -> None:
+    """Of the blocks that had to be copied; what is written there later is nobody's."""
+    names = list("abcdefgh")
+    async with running(gpu) as daemon, trio.open_nursery() as nursery:
+        rank = Rank(daemon, word_count=4)
+        await rank.attach()
+        fill(rank)
+        assert await rank.save(names[:2], [20, 21]) == 2
+        wanted = [rank.block(one) for one in (20, 21, 2, 3, 4, 5, 6, 7)]
+        gpu.control[fake_gpu.PAUSE_MS] = 50
+        nursery.start_soon(partial(rank.save, names, range(8), shown=(2, 77)))
+        await until(lambda: rank.words()[1])
+        for one in range(8):
+            rank.memory[one * PAGE : (one + 1) * PAGE] = 0
+        assert rank.words() == [0, 77, 0, 0]
+        await until(lambda: rank.query(names)[0] == len(names))
+        gpu.control[fake_gpu.PAUSE_MS] = 0
+        _, lease = rank.query(names)
+        assert await rank.load_leased(lease, range(10, 18)) == []
+        assert [rank.block(one) for one in range(10, 18)] == wanted

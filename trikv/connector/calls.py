@@ -109,6 +109,8 @@ class Calls:
             "generation": generation,
             "event": event,
         }
+        if job.signal:
+            body |= {"signal": job.signal, "value": job.value}
         return self.client.call(
             "save", {"save": body}, _read_saved, deadline_s=None, retry_s=SAVE_RETRY_S
         )

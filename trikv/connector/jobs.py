@@ -35,6 +35,11 @@ class LoadJob:
     hashes: bytes = b""  # of all blocks up to the last of these, from the request's first on
 
     @property
+    def key(self) -> tuple[str, int]:
+        """What no other load of this engine has."""
+        return self.request, self.lease
+
+    @property
     def is_held(self) -> bool:
         """Whether this step's forward waits for them."""
         return self.signal > 0
@@ -50,6 +55,15 @@ class SaveJob:
     hash_bytes: int
     hashes: bytes
     blocks: bytes  # as above
+    _: KW_ONLY
+    is_alone: bool = False  # the step computes nothing else; signal and value then as above
+    signal: int = 0
+    value: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What no other save of this engine has, and no load."""
+        return "", self.number
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,6 +238,8 @@ class SchedulerHalf:
             if track is not None and track.is_cacheable:
                 end = (computed.get(request_id, 0) + scheduled) // self._policy.block_tokens
                 jobs.extend(self._save(track, end))
+        if len(output.num_scheduled_tokens) == 1:  # maybe nothing comes after it
+            jobs = [replace(job, is_alone=True) for job in jobs]
         return jobs
 
     def _set_blocks(self, request_id: str, blocks: Iterable[int], *, is_all: bool) -> None:

@@ -1,7 +1,8 @@
 """The worker's half: hands copies to the daemon, and reports their end once and never too early.
 
-Decided here: when a load has surely ended, and when a save's source may be overwritten. This file
-does not know sockets, vLLM's classes or which blocks are worth anything.
+Decided here: when a load has surely ended, and how long an ended request's blocks are kept for its
+saves (`Saves` knows when these are over). This file does not know sockets, vLLM's classes or which
+blocks are worth anything.
 
 A load is reported when one of these is known:
 
@@ -12,27 +13,26 @@ A load is reported when one of these is known:
     fenced      the connection broke, and the same daemon has accepted this rank again, which it
                 does only after the old session's copies have ended
 
-A save reads only. It is over when answered, or when its fence was raised: then the daemon throws
-away what it may still read. So nothing ever waits for a save but an ended request's blocks, for
-`save_s` at most.
+Nothing ever waits for a save but an ended request's blocks, for `save_s` at most.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from trikv.connector import cuda, layouts
 from trikv.connector.arrivals import Arrivals
-from trikv.connector.calls import ID_BYTES, Calls, Saved, unpack
+from trikv.connector.calls import ID_BYTES, Calls, unpack
 from trikv.connector.client import Attached, Introduction
 from trikv.connector.fences import Fences
 from trikv.connector.jobs import IDLE_S, LoadJob, Report, SaveJob
 from trikv.connector.layers import Layers, LoadLostError, section_ends
-from trikv.connector.link import AbsentError, CallError, UnknownError
+from trikv.connector.link import CallError, UnknownError
 from trikv.connector.offers import gpu_memory, process_memory, registration
 from trikv.connector.overlap import Overlap
+from trikv.connector.saves import Saves
 from trikv.connector.tally import Tally
 
 if TYPE_CHECKING:
@@ -53,14 +53,6 @@ class _Loading:
 
 _Sent: TypeAlias = "tuple[LoadJob, Attached | None, Future[tuple[int, ...]] | None]"
 """A load, over what it was sent, and its outcome; nothing where it was not sent."""
-
-
-@dataclass(slots=True)
-class _Saving:
-    """Saves of one request that may still read its blocks."""
-
-    fence: int
-    jobs: dict[int, Future[Saved]] = field(default_factory=dict)
 
 
 class WorkerHalf:
@@ -92,25 +84,23 @@ class WorkerHalf:
             waits_by_layer: a forward may wait for a load layer by layer, if hooks can be trusted.
             clock: in seconds.
         """
-        self._overlap = Overlap(calls, log, self._is_over, self._give_up_saves)
+        self.tally = Tally()
+        self._fences = Fences()
+        self._arrivals = Arrivals(None, log)
+        self._saves = Saves(calls, self._fences, self.tally, self._arrivals)
+        self._overlap = Overlap(calls, log, self._is_over, self._saves.give_up)
         self._orders_loads, self._waits_by_layer = orders_loads, waits_by_layer
         self._events: cuda.StepEvents | None = None
-        self._arrivals = Arrivals(None, log)
         self._calls = calls
         self._log = log
         self._clock = clock
         self._save_s, self._load_s = save_s, load_s
-        self._fences = Fences()
-        self._is_lost = False  # what the engine computes is worth nothing: it will end
         self._is_registered = False
         self._tensors: object = None
         self._begun: dict[tuple[str, int], _Sent] = {}  # ahead of their step, by request and lease
         self._loading: dict[str, _Loading] = {}
-        self._saving: dict[str, _Saving] = {}
         self._delayed: dict[str, float] = {}  # ended requests, and until when their saves may last
         self._invalid: set[int] = set()
-        self._report = Report()
-        self.tally = Tally()
 
     def register(
         self,
@@ -157,7 +147,7 @@ class WorkerHalf:
             self._events = cuda.step_events(device)
             words = cuda.signal_words(device, driver)
             self._overlap.words = words
-            self._arrivals = Arrivals(words, self._log)
+            self._arrivals = self._saves.arrivals = Arrivals(words, self._log)
             ends = section_ends(plan.layer_ends) if self._waits_by_layer else ()
             if ends and words is not None:
                 self._overlap.layers = Layers(plan.layer_ends, ends, words)
@@ -168,7 +158,7 @@ class WorkerHalf:
     def void(self, requests: Iterable[str]) -> None:
         """Preempted: their blocks may be overwritten as soon as this returns."""
         for request in requests:
-            self._void(request)
+            self._saves.void(request)
 
     def begin(self, job: LoadJob) -> bool:
         """Send a load ahead of its step, or leave it to that; whether it was sent.
@@ -176,7 +166,7 @@ class WorkerHalf:
         Not while a save is under way: the step may raise its fence, and then it is too late for
         what the save has read of a block that this load has begun to write.
         """
-        if self._orders_loads or self._saving:
+        if self._orders_loads or self._saves.is_under_way:
             return False
         self._begun[job.request, job.lease] = self._send(job)
         return True
@@ -229,30 +219,7 @@ class WorkerHalf:
             LoadLostError: this step may have read blocks before they were there.
         """
         self._overlap.prove()
-        event: int | None = None  # recorded for the first
-        for job in jobs:
-            saving = self._saving.get(job.request)
-            if saving is None:
-                fence = (
-                    self._fences.take() if self._is_registered and self._calls.is_ready else None
-                )
-                if fence is None:
-                    self._answer(job.number)
-                    self.tally.add("save_blocks_refused", len(job.blocks) // 4)
-                    continue
-                saving = self._saving[job.request] = _Saving(fence)
-            generation = self._fences.generation(saving.fence)
-            if self._is_lost:  # set before fences are lifted, so looked at after reading one
-                self._answer(job.number)
-                continue
-            if event is None:
-                event = self._record()
-            saving.jobs[job.number] = self._calls.save(job, saving.fence, generation, event)
-
-    def _give_up_saves(self) -> None:
-        """What is computed from now on must not be kept; any thread."""
-        self._is_lost = True
-        self._fences.lift_all()
+        self._saves.start(jobs, self._record if self._is_registered else None)
 
     def _record(self) -> int:
         """Mark the end of the GPU work that is queued now; 0: there is no GPU."""
@@ -282,17 +249,16 @@ class WorkerHalf:
                     f"blocks of request {job.request} did not arrive after its forward was begun"
                 )
         if is_idle:
-            futures = [one.future for one in self._loading.values() if one.future is not None]
-            self._arrivals.wait(futures, IDLE_S)
-        for request in list(self._saving):
-            self._collect_saves(request)
+            loads = [one.future for one in self._loading.values() if one.future is not None]
+            self._arrivals.wait([*loads, *self._saves.outcomes], IDLE_S)
+        self._saves.collect()
         sent = set()
         now_s = self._clock()
         for request, until_s in list(self._delayed.items()):
-            if request in self._saving and now_s >= until_s:
+            if self._saves.may_read(request) and now_s >= until_s:
                 self.tally.add("saves_timed_out")
-                self._void(request)
-            if request not in self._saving:
+                self._saves.void(request)
+            if not self._saves.may_read(request):
                 sent.add(request)
                 del self._delayed[request]
         loaded = {request for request, loading in self._loading.items() if self._has_ended(loading)}
@@ -307,10 +273,7 @@ class WorkerHalf:
 
     def take_report(self) -> Report | None:
         """Saves that ended since the last call."""
-        if not self._report.answered:
-            return None
-        report, self._report = self._report, Report()
-        return report
+        return self._saves.take_report()
 
     @property
     def loads_in_flight(self) -> int:
@@ -349,42 +312,6 @@ class WorkerHalf:
             return True
         return via.watch is not None and via.watch.is_dead()
 
-    def _collect_saves(self, request: str) -> None:
-        saving = self._saving[request]
-        for number, future in list(saving.jobs.items()):
-            if not future.done():
-                continue
-            try:
-                saved = future.result()
-                self.tally.add("saved_blocks", saved.saved_count)
-                self.tally.add("present_blocks", saved.present_count)
-                self.tally.add("save_blocks_refused", saved.refused_count)
-            except UnknownError:
-                self._void(request)  # it may be read on; not under this generation
-                return
-            except CallError as exc:
-                self.tally.add("saves_unsent" if isinstance(exc, AbsentError) else "saves_refused")
-            del saving.jobs[number]
-            self._answer(number)
-        if not saving.jobs:
-            self._fences.give_back(saving.fence)
-            del self._saving[request]
-
-    def _void(self, request: str) -> None:
-        """Make all saves under way of a request worthless, so that its blocks may be reused."""
-        saving = self._saving.pop(request, None)
-        if saving is None:
-            return
-        self._fences.lift(saving.fence)
-        self._fences.give_back(saving.fence)
-        for number in saving.jobs:
-            self._answer(number)
-        self.tally.add("saves_voided", len(saving.jobs))
-
-    def _answer(self, number: int) -> None:
-        self._report.answered[number] = 1
-
     def abandon(self) -> None:
         """At shutdown: void everything, so that nothing read later becomes visible."""
-        for request in list(self._saving):
-            self._void(request)
+        self._saves.void_all()

@@ -102,6 +102,8 @@ class Save:
     fence: int
     generation: int
     event: int = 0
+    signal: int = 0  # as in `Load`; when all bytes have been read
+    value: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

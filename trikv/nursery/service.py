@@ -140,6 +140,7 @@ class Service:
             (layout, call.blocks[plan.positions], plan.offsets, call.event),
             lambda copied: self.store.complete_save(plan, copied, layout),
             fence=fence,
+            signal=(call.signal, call.value, False),
         ).then(tell)
 
     def load(
@@ -249,7 +250,7 @@ def _check_event(session: Session, call: Save | Load) -> None:
     if call.event > count:
         raise BadRequestError(f"event {call.event} of {count}")
     signal_count = 0 if attachment is None else attachment.signal_count
-    if isinstance(call, Load) and call.signal > signal_count:
+    if call.signal > signal_count:
         raise BadRequestError(f"signal {call.signal} of {signal_count}")
 
 

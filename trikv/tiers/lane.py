@@ -280,15 +280,19 @@ class GpuLane:
     def signal(self, mapped: Mapped, number: int, value: int) -> None:
         """See `Lane`.
 
-        Chunks of one copy may have ended on either stream: the word is written behind both.
+        Chunks of a load may have ended on either stream: the word is written behind both. Those of
+        a save end on the bus.
         """
+        first = cast("GpuMemory", mapped).signals
+        if not self._into_engine:
+            gpu.write_word(first + 4 * (number - 1), value, self._bus)
+            return
         while self._landing:
             self._scatter(self._landing.popleft())
         behind = self._event()
         gpu.record(behind, self._bus)
         gpu.wait_in(self._cores, behind)
         self._events.append(behind)  # recorded again later: the wait is for this record
-        first = cast("GpuMemory", mapped).signals
         gpu.write_word(first + 4 * (number - 1), value, self._cores)
 
     def _start_staged(
