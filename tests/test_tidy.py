@@ -1,6 +1,7 @@
 """What no linter checks: sizes, dead modules, and traces of the machine that a file was made on."""
 
 import ast
+import importlib.util
 import subprocess
 import tomllib
 import zipfile
@@ -154,3 +155,15 @@ def test_the_wheel_holds_the_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     wheel = zipfile.ZipFile(tmp_path / build_wheel(str(tmp_path)))
     assert wheel.read("trikv/schema/kv.capnp") == (ROOT / "schema" / "kv.capnp").read_bytes()
     assert "trikv/py.typed" in wheel.namelist()
+
+
+def test_every_bug_that_is_planted_has_a_place() -> None:
+    """Else nobody sees that the simulation has become blind to it."""
+    spec = importlib.util.spec_from_file_location("planted_bugs", ROOT / "tools/planted_bugs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    planted = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(planted)
+    for name, place, old, new in planted.BUGS:
+        assert (ROOT / "trikv" / place).read_text().count(old) == 1, name
+        assert old != new

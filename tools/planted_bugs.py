@@ -24,8 +24,8 @@ BUGS: Final = (
     (
         "a load takes no pins of its own",
         "core/cache.py",
-        "        self.blocks.pin(entries)\n        over =",
-        "        over =",
+        "            self.blocks.pin(entries)\n            if over",
+        "            if over",
     ),
     (
         "early free: a doomed block's pages go while a writer goes on",
@@ -54,20 +54,20 @@ BUGS: Final = (
     (
         "the fence is not looked at",
         "nursery/copying.py",
-        "                arrived[:] = False\n",
-        "                pass\n",
+        "            if self._is_still_theirs(job):\n",
+        "            if True:\n",
     ),
     (
         "a block is visible when its first rank has saved",
         "core/blocks.py",
-        "self.filled[live] == self.wanted[live]",
-        "self.filled[live] > 0",
+        "filled == self.wanted[rows]",
+        "filled > 0",
     ),
     (
         "a failed copy counts as whole",
         "core/cache.py",
-        "self.blocks.fill(plan.entries[copied], plan.rank)",
-        "self.blocks.fill(plan.entries, plan.rank)",
+        "self.blocks.fill(plan.entries[copied], plan.page)",
+        "self.blocks.fill(plan.entries, plan.page)",
     ),
     (
         "an evicted block stays in the index",
@@ -78,8 +78,8 @@ BUGS: Final = (
     (
         "the pages of another rank",
         "core/cache.py",
-        "offsets = self.pages.offsets(self.blocks.slot[entries[mine]], rank)",
-        "offsets = self.pages.offsets(self.blocks.slot[entries[mine]], 0)",
+        "self.pages.offsets(self.blocks.slot[entries[mine]], page)",
+        "self.pages.offsets(self.blocks.slot[entries[mine]], 0)",
     ),
     (
         "a block whose copy failed stays in the index",

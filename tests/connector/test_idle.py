@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.connector.test_scheduler_half import TOKENS, Bench, request, step_output
+from tests.connector.test_scheduler_half import TOKENS, Bench, request, run_prompt, step_output
 from tests.connector.test_worker_half import Rank
 from trikv.connector import lookups
 from trikv.connector.jobs import IDLE_S
@@ -89,3 +89,16 @@ def test_a_query_says_whether_what_it_finds_is_loaded_at_once() -> None:
     bench.half.finish("r")
     bench.half.add(request("s"))
     assert bench.calls.alone == [True, False, True]
+
+
+def test_a_save_of_a_step_for_itself_may_be_the_last_thing_the_engine_does() -> None:
+    """Its end is seen sooner then; see `Arrivals`."""
+    bench = Bench()
+    one = request()
+    bench.half.add(one)
+    bench.half.add(request("s"))
+    (job,) = run_prompt(bench, one, scheduled=9).saves
+    assert job.is_alone
+    output = step_output(cached={"r": (None, 9)}, scheduled={"r": 13, "s": 1})
+    (job,) = bench.half.step(output).saves
+    assert not job.is_alone

@@ -244,19 +244,6 @@ def test_full_blocks_are_saved_once_as_they_fill() -> None:
     assert bench.half.step(output).saves == ()
 
 
-def test_a_save_of_a_step_for_itself_may_be_the_last_thing_the_engine_does() -> None:
-    """Its end is seen sooner then; see `Arrivals`."""
-    bench = Bench()
-    one = request()
-    bench.half.add(one)
-    bench.half.add(request("s"))
-    (job,) = run_prompt(bench, one, scheduled=9).saves
-    assert job.is_alone
-    output = step_output(cached={"r": (None, 9)}, scheduled={"r": 13, "s": 1})
-    (job,) = bench.half.step(output).saves
-    assert not job.is_alone
-
-
 def test_hashes_that_lag_are_looked_at_again() -> None:
     bench = Bench()
     one = request()

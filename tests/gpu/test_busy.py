@@ -8,7 +8,7 @@ import torch
 
 from bench.busy import computing
 from bench.daemons import HASH_BYTES, hashes
-from bench.gpu_engine import LAYOUTS, GpuEngine, gpu_engine
+from bench.gpu_engine import LAYOUTS, GpuEngine, gpu_engine, rows
 from tests.conftest import Start
 from tests.gpu.test_gpu import status, used_bytes
 from tests.integration.daemons import RunningDaemon, start_daemon
@@ -78,8 +78,12 @@ def test_what_is_brought_ahead_is_what_is_loaded(roomy: RunningDaemon, layout: s
         load(engine, "r1", lease, 0, list(range(60, 100)))
         assert engine.equal(first, list(range(60, 100)))
         lease = announce(engine, "a", 40, "r2")
-        load(engine, "r2", lease, 7, list(range(100, 133)))
-        assert engine.equal(first[7:], list(range(100, 133)))
+        before = {name: one.clone() for name, one in engine.tensors.items()}
+        load(engine, "r2", lease, 20, list(range(100, 115)))  # of 28 brought ones, and no others
+        assert engine.equal(first[20:35], list(range(100, 115)))
+        others = [one for one in range(160) if not 100 <= one < 115]
+        for name, one in engine.tensors.items():
+            assert torch.equal(rows(one, 160, others), rows(before[name], 160, others))
         waiting = announce(engine, "a", 40, "r3")
         lease = announce(engine, "b", 20, "r4")
         load(engine, "r4", lease, 0, list(range(133, 153)))

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from trikv.core.chunks import Sorted, chunk_blocks, sort
+import numpy as np
+
+from trikv.core.chunks import Sorted, chunk_blocks, put_first, sort
 from trikv.tiers.copier import serve
 from trikv.tiers.devices import AttachError, Key, Landed
 from trikv.tiers.frames import AttachOrder, CopyOrder, Direction, pack_facts
@@ -109,28 +111,29 @@ class FakeLane:
 
     def bring(self, key: Key, target: Any, blocks: Sorted) -> None:
         if self.ahead is None or self.ahead[0] != key:
-            first = blocks.offsets[: CHUNK_BYTES // target.block_bytes].tolist()
-            pages = {at: bytes(self.pool[at : at + target.end]) for at in first}
+            some = blocks.offsets[: CHUNK_BYTES // target.block_bytes].tolist()
+            pages = {at: bytes(self.pool[at : at + target.end]) for at in some}
             self.ahead = (key, target, pages)
             self.control[BROUGHT] = min(255, self.control[BROUGHT] + 1)
 
     def land(self, key: Key, blocks: Sorted) -> Landed:
         ahead, self.ahead = self.ahead, None
         if ahead is None or ahead[0] != key:
-            return Landed()
+            return Landed(blocks)
         _, target, pages = ahead
-        wanted = list(zip(blocks.blocks.tolist(), blocks.offsets.tolist(), strict=True))
-        count = sum(page in pages for _, page in wanted)
-        assert all(page in pages for _, page in wanted[:count]), "not the first of them"
+        blocks, count = put_first(blocks, np.array(list(pages), np.int64))
+        if count == 0:
+            return Landed(blocks)
+        wanted = list(zip(blocks.blocks.tolist(), blocks.offsets.tolist(), strict=True))[:count]
 
         def move() -> None:
-            for block, page in wanted[:count]:
+            for block, page in wanted:
                 for far, at, place, size in target.parts(block):
                     far[at : at + size] = pages[page][place : place + size]
 
         self.chunks.append(move)
         self.control[LANDED] = min(255, self.control[LANDED] + 1)
-        return Landed([slice(0, count)])
+        return Landed(blocks, [slice(0, count)])
 
     def forget(self) -> None:
         self.ahead = None

@@ -158,7 +158,7 @@ class Rank:
         call = Query(RequestId(request), 0, words, is_alone=is_alone)
         answer = self.daemon.service.query(self.session, call)
         if is_alone:
-            self.daemon.service.expect_load(self.session, call, LeaseId(answer.lease))
+            self.daemon.service.expect_load(self.session, call, answer)
         return answer.hit_count, answer.lease
 
     async def load(

@@ -1,11 +1,15 @@
 """What copiers do before the order of a copy has come, on a fake GPU."""
 
+from dataclasses import replace
+
+import pytest
+
 from tests.integration import fake_gpu
 from tests.integration.daemons import hashes
-from tests.integration.fake_gpu_daemon import Gpu, Rank, fill, running, until
+from tests.integration.fake_gpu_daemon import PAGE, Gpu, Rank, fill, running, until
 from trikv.core.calls import Query
 from trikv.core.layout import Piece
-from trikv.core.words import LeaseId, RequestId
+from trikv.core.words import RequestId
 from trikv.wire import hashes_to_words
 
 
@@ -21,10 +25,8 @@ async def test_a_copier_that_sleeps_is_told_of_what_comes(gpu: Gpu) -> None:
             assert await rank.save([f"a{turn}"], [1]) == 1
         before = gpu.control[fake_gpu.REHEARSALS]
         assert before
-        words = hashes_to_words(hashes("a"), 32)
-        call = Query(RequestId("q"), 0, words)
-        _, lease = rank.query(["a"])
-        daemon.service.expect_load(rank.session, call, LeaseId(lease))
+        call = Query(RequestId("q"), 0, hashes_to_words(hashes("a"), 32))
+        daemon.service.expect_load(rank.session, call, daemon.service.query(rank.session, call))
         await until(lambda: gpu.control[fake_gpu.REHEARSALS] == before + 1)
         assert await rank.load(["a"], [5]) == []
         assert rank.block(5) == rank.block(1)
@@ -46,7 +48,8 @@ async def test_a_load_is_begun_before_its_blocks_are_known(gpu: Gpu) -> None:
             targets = range(10 * turn + first, 10 * turn + 8)
             assert await rank.load_leased(lease, targets, first=first) == []
             assert [rank.block(one) for one in targets] == [rank.block(n) for n in range(first, 8)]
-            assert gpu.control[fake_gpu.BROUGHT] == gpu.control[fake_gpu.LANDED] == turn
+            assert gpu.control[fake_gpu.BROUGHT] == turn
+            assert gpu.control[fake_gpu.LANDED] == min(turn, 2)  # of the last, none was brought
 
 
 async def test_what_was_brought_for_a_lease_is_used_for_no_other(gpu: Gpu) -> None:
@@ -84,3 +87,28 @@ async def test_a_rank_whose_loads_may_go_by_sections_is_only_told(gpu: Gpu) -> N
         await until(lambda: gpu.control[fake_gpu.REHEARSALS] == before + 1)
         assert await rank.load_leased(lease, [5]) == []
         assert gpu.control[fake_gpu.BROUGHT] == 0
+
+
+async def test_the_last_pages_are_brought(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ones an engine may have itself; and none while more is coming."""
+    monkeypatch.setattr("trikv.nursery.ahead.AHEAD_BYTES", 3 * PAGE)
+    names = list("abcdefgh")
+    async with running(gpu) as daemon:
+        rank = Rank(daemon)
+        await rank.attach()
+        fill(rank)
+        assert await rank.save(names, range(8)) == 8
+        _, lease = rank.query(names, "q1", is_alone=True)
+        await until(lambda: gpu.control[fake_gpu.BROUGHT] == 1)
+        assert await rank.load_leased(lease, range(20, 25)) == []
+        assert gpu.control[fake_gpu.LANDED] == 0
+        _, lease = rank.query(names, "q2", is_alone=True)
+        await until(lambda: gpu.control[fake_gpu.BROUGHT] == 2)
+        assert await rank.load_leased(lease, range(30, 33), first=5) == []
+        assert gpu.control[fake_gpu.LANDED] == 1
+        assert [rank.block(30 + n) for n in range(3)] == [rank.block(5 + n) for n in range(3)]
+        call = Query(RequestId("q3"), 0, hashes_to_words(hashes(*names), 32), is_alone=True)
+        answer = daemon.service.query(rank.session, call)
+        daemon.service.expect_load(rank.session, call, replace(answer, coming_count=1))
+        assert await rank.load_leased(answer.lease, range(40, 48)) == []
+        assert (gpu.control[fake_gpu.BROUGHT], gpu.control[fake_gpu.LANDED]) == (2, 1)

@@ -167,7 +167,7 @@ class FakeEngine:
             answer = world.service.query(self.session(), Query(request, 0, words))
         if answer.lease and rng.random() < 0.5:
             call = Query(request, 0, words, is_alone=rng.random() < 0.8)
-            world.service.expect_load(self.session(), call, LeaseId(answer.lease))
+            world.service.expect_load(self.session(), call, answer)
             await trio.sleep(rng.choice([0, 0.01, 5.0]))
         blocks = np.array(rng.sample(range(self.block_count), len(hashes)), np.int32)
         done = 0

@@ -159,6 +159,7 @@ class Cuda(ModuleType):
         far = base[piece][:, None] + ids[:, None, None] * stride[piece][:, None] + inside
         near = staging + np.arange(grid[1])[:, None, None] * pitch
         near = near + unit[:, None] * kernel + np.arange(kernel)
+        far, near = far[ids >= 0], near[ids >= 0]
         target, source = (far, near) if into_engine else (near, far)
         self._put(stream, lambda: self.memory.__setitem__(target, self.memory[source]))
 

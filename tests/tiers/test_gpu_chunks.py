@@ -12,6 +12,7 @@ from tests.tiers.cuda_double import (
     BLOCKS,
     END,
     ENGINE,
+    FREE,
     POOL,
     SLAB,
     WORD,
@@ -20,6 +21,7 @@ from tests.tiers.cuda_double import (
     doubled,
 )
 from tests.tiers.test_gpu_lane import order_of
+from trikv.core.chunks import Sorted, sort
 from trikv.core.layout import Piece
 from trikv.core.pages import PAGE_ALIGN
 from trikv.tiers.frames import AttachOrder, Direction, GroupOrder
@@ -57,7 +59,7 @@ def test_a_busy_gpu_has_a_kernel_for_half_of_the_staging(*, into_engine: bool, b
     with doubled() as (cuda, lane_module, device_module):
         made = _lane(cuda, lane_module, device_module, into_engine=into_engine)
         (lane, target, blocks), launch = made, cuda.launch
-        lane._busy_until_s = math.inf
+        lane._late_at_s = math.inf
         lane_module.bridge_blocks = lambda *_, **__: bridge
         rows: list[int] = []
 
@@ -104,14 +106,20 @@ def test_no_more_is_under_way_on_a_free_gpu_than_a_small_copy_may_wait_for(
         assert [begin(at) for at in range(4)] == [True, True, True, False]
         lane.wait()
         assert begin(3)
-        lane._busy_until_s = math.inf  # then there is to be all that the staging can have
+        lane._late_at_s = math.inf  # then there is to be all that the staging can have
         for _ in range(3):
             lane.wait()
         assert [begin(at) for at in range(9)] == 8 * [True] + [False]
         for _ in range(8):
             lane.wait()
-        lane._busy_until_s = -math.inf
+        lane._late_at_s = -math.inf
         assert [begin(at) for at in range(4)] == [True, True, True, False]
+
+
+def some(blocks: Sorted, which: slice) -> Sorted:
+    """Of some pages, as they are announced."""
+    nobody = np.zeros(len(blocks.offsets[which]), np.int32)
+    return sort(nobody, blocks.offsets[which], page_bytes=PAGE_ALIGN, slab_bytes=SLAB)
 
 
 @pytest.mark.parametrize("is_over", [False, True])
@@ -120,39 +128,90 @@ def test_what_is_brought_is_for_one_lease(*, is_over: bool, lease: int) -> None:
     """The pages of another one may have changed meanwhile."""
     with doubled() as (cuda, lane_module, device_module):
         lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
-        lane_module.AHEAD_BYTES = 5 * PAGE_ALIGN
-        lane.bring((1, 0, 7), target, blocks)
-        lane.bring((1, 0, 7), target, blocks)  # it is there already
+        lane.bring((1, 0, 7), target, some(blocks, slice(11, 16)))
+        lane.bring((1, 0, 7), target, some(blocks, slice(11, 16)))  # it is there already
+        lane.bring((2, 0, 9), target, some(blocks, slice(5)))  # comes after that one's load
         assert lane._bytes == 5 * PAGE_ALIGN
         if is_over:
             while any(cuda.streams):
                 cuda.go_on()
-            if lease != 7:
+            if lease == 8:
                 cuda.memory[POOL:ENGINE] ^= 1
-        assert all(len(one) == 0 for one in cuda.streams) is is_over
-        parts, bus_s = lane.land((1, 0, lease), blocks)
+        before = cuda.memory.copy()
+        landed = lane.land((1, 0, lease), blocks)
         count = 5 if lease == 7 else 0
-        assert [one for part in parts for one in range(part.start, part.stop)] == [*range(count)]
-        assert (bus_s > 0) is (count > 0 and not is_over)  # the double's own clock stands still
+        covered = [one for part in landed.parts for one in range(part.start, part.stop)]
+        assert covered == [*range(count)]
+        assert set(landed.blocks.offsets[:count]) == set(blocks.offsets[16 - count :])
         while count < CHUNKS:
-            count += lane.start(target, blocks, slice(count, count + 1)) or bool(lane.wait())
+            part = slice(count, count + 1)
+            count += lane.start(target, landed.blocks, part) or bool(lane.wait())
         while lane._moving:
             lane.wait()
         for block, page in zip(blocks.blocks.tolist(), blocks.offsets.tolist(), strict=True):
-            near, far = cuda.memory[POOL + page :], cuda.memory[ENGINE + 4096 * block :]
-            assert np.array_equal(near[:4096], far[:4096])
+            wanted = before[POOL + page :][:4096]
+            assert np.array_equal(cuda.memory[ENGINE + 4096 * block :][:4096], wanted)
         assert (lane._bytes, len(lane.staging.ring._taken)) == (0, 0)
+        assert len({id(one) for one in lane._events}) == len(lane._events)
+
+
+def test_a_page_that_the_load_does_not_want_goes_nowhere() -> None:
+    """Not even before the engine's first block; nothing is launched where none is wanted."""
+    with doubled() as (cuda, lane_module, device_module):
+        lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
+        lane.bring((1, 0, 7), target, some(blocks, slice(16)))
+        before = cuda.memory[:FREE].copy()
+        order = sort(
+            blocks.blocks[6:7], blocks.offsets[6:7], page_bytes=PAGE_ALIGN, slab_bytes=SLAB
+        )
+        landed = lane.land((1, 0, 7), order)
+        assert [part for part in landed.parts if part.start < part.stop] == [slice(0, 1)]
+        while lane._moving:
+            lane.wait()
+        near, far = POOL + int(blocks.offsets[6]), ENGINE + 4096 * int(blocks.blocks[6])
+        before[far : far + 4096] = before[near : near + 4096]
+        assert np.array_equal(cuda.memory[:FREE], before)
+        lane.bring((1, 0, 8), target, some(blocks, slice(6)))
+        assert lane.land((1, 0, 8), order).parts == ()
+        assert not lane._moving
+
+
+def test_an_old_announcement_gives_way_to_a_new_one() -> None:
+    with doubled() as (cuda, lane_module, device_module):
+        lane_module.KEEP_AHEAD_S = 0.0
+        lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
+        lane.bring((1, 0, 7), target, some(blocks, slice(4)))
+        lane.bring((1, 0, 8), target, some(blocks, slice(2)))
+        assert lane._bytes == 2 * PAGE_ALIGN
+        assert lane.land((1, 0, 7), blocks).parts == ()
+        assert (lane._bytes, len(lane.staging.ring._taken)) == (0, 0)
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_the_kernels_of_what_was_brought_say_whether_the_gpu_is_busy(*, is_over: bool) -> None:
+    with doubled() as (cuda, lane_module, device_module):
+        lane_module.TIMED_BYTES_MIN = 0
+        lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
+        for turn, cuda.kernel_s in enumerate((1e-5, 1.0)):
+            lane.bring((1, 0, turn), target, some(blocks, slice(8)))
+            while is_over and any(cuda.streams):
+                cuda.go_on()
+            assert lane.land((1, 0, turn), blocks).parts
+            while lane._moving:
+                assert not lane._is_busy
+                lane.wait()
+        assert lane._is_busy
 
 
 def test_nothing_is_brought_to_a_busy_gpu_nor_without_staging() -> None:
     with doubled() as (cuda, lane_module, device_module):
         lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
-        lane._busy_until_s = math.inf
+        lane._late_at_s = math.inf
         lane.bring((1, 0, 7), target, blocks)
         small = lane_module.GpuLane(Owner(PAGE_ALIGN - 1), into_engine=True)
         small.bring((1, 0, 7), target, blocks)
         assert not any(cuda.streams)
-        assert small.land((1, 0, 7), blocks) == lane.land((1, 0, 7), blocks) == ((), 0.0)
+        assert small.land((1, 0, 7), blocks) == lane.land((1, 0, 7), blocks) == (blocks, (), 0, 0)
 
 
 def test_the_last_rank_takes_what_was_brought_along() -> None:
@@ -178,6 +237,7 @@ def test_a_gpu_is_busy_where_a_kernel_is_late(*, into_engine: bool) -> None:
     """And not where this thread is late, or the bus slow: only the GPU's own clock is asked."""
     with doubled() as (cuda, lane_module, device_module):
         lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=into_engine)
+        lane_module.TIMED_BYTES_MIN = 0
         cuda.kernel_s = best_s = 1e-5
         late_s = lane_module.LATE_S + 2 * best_s
         for cuda.kernel_s, is_busy in (
@@ -194,6 +254,7 @@ def test_a_save_s_kernel_is_timed_while_the_bus_has_nothing_to_do() -> None:
     """Else the event before it comes behind other chunks' bytes, and says nothing."""
     with doubled() as (cuda, lane_module, device_module):
         lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=False)
+        lane_module.TIMED_BYTES_MIN = 0
         cuda.kernel_s = 1e-5
         assert begin(0)
         assert begin(1)
@@ -210,7 +271,7 @@ def test_staging_grows_after_a_copy_of_a_busy_gpu(*, is_busy: bool, is_given: bo
     with doubled() as (cuda, lane_module, device_module):
         lane_module.WINDOW_BYTES = 2 * PAGE_ALIGN
         lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=True)
-        lane._busy_until_s = math.inf if is_busy else -math.inf
+        lane._late_at_s = math.inf if is_busy else -math.inf
         allocate, freed = cuda.allocate, []
         cuda.free = freed.append  # type: ignore[method-assign]
         assert begin(0)

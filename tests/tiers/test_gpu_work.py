@@ -4,6 +4,7 @@ import contextlib
 import math
 import socket
 import threading
+from types import SimpleNamespace
 from typing import Any, Self
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from tests.tiers.cuda_double import BLOCKS, END, ENGINE, SLAB, WORD, Cuda, Owner, doubled
 from tests.tiers.test_gpu_lane import expected, pieces_of
 from trikv.core.pages import PAGE_ALIGN
-from trikv.tiers.copier import Work
+from trikv.tiers.copier import Copier, Sockets, Work
 from trikv.tiers.frames import (
     CopyOrder,
     Direction,
@@ -136,7 +137,7 @@ def test_words_and_reports_are_true_and_every_load_ends(
         mapped = lane_module.GpuMemory((), (), (group,), SLAB, WORD)
         lane = lane_module.GpuLane(Owner(staging_pages * PITCH), into_engine=True)
         loads = stack.enter_context(Loads(cuda, lane, mapped, is_cut=is_cut))
-        lane_module.AHEAD_BYTES = data.draw(st.integers(0, 8)) * PITCH
+        lane_module.KEEP_AHEAD_S = data.draw(st.sampled_from([0, math.inf]))
         ids = list(data.draw(st.permutations(range(BLOCKS))))
         pages = list(data.draw(st.permutations(range(SLAB // PITCH))))
         pending = [(ids[6 * at :][:n], pages[6 * at :][:n]) for at, n in enumerate(counts)]
@@ -154,7 +155,7 @@ def test_words_and_reports_are_true_and_every_load_ends(
                 more = data.draw(st.sets(st.sampled_from(pages), min_size=not places))
                 loads.announce([PITCH * one for one in {*places, *more}], lease)
             elif what == "busy":
-                lane._busy_until_s = data.draw(st.sampled_from([math.inf, -math.inf]))
+                lane._late_at_s = data.draw(st.sampled_from([math.inf, -math.inf]))
             elif what == "stop" and loads.orders:
                 number = data.draw(st.sampled_from(sorted(loads.orders)))
                 if data.draw(st.integers(0, 3)) == 0:
@@ -168,7 +169,46 @@ def test_words_and_reports_are_true_and_every_load_ends(
             cuda.go_on()
             loads.check()
         lane.forget()
+        assert len({id(one) for one in lane._events}) == len(lane._events)
         assert not any((lane._moving, lane._landing, lane._bytes, lane.staging.ring._taken))
         for number in loads.orders:
             shown = int(cuda.memory[WORD + 4 * number - 4 :][:4].view(np.uint32)[0])
             assert (shown == VALUE) == bool(loads.ended[number].all())
+
+
+def test_nothing_is_unmapped_while_bytes_are_brought_for_it() -> None:
+    """The last rank takes the staging along, and that is where they go."""
+    said: list[str] = []
+    begun, may_end = threading.Event(), threading.Event()
+
+    def bring(*_: object) -> None:
+        begun.set()
+        may_end.wait(10)
+        said.append("brought")
+
+    pages = np.zeros(1, np.int64)
+    order = CopyOrder(1, 0, Direction.LOAD, 0, pages.astype(np.int32), pages, lease=7)
+    mapped = SimpleNamespace(
+        has_sections=lambda _: False, targets=lambda _: [None], sort=lambda _: None
+    )
+    lane: Any = SimpleNamespace(bring=bring, rehearse=lambda: None)
+    device: Any = SimpleNamespace(detach=lambda _: said.append("unmapped"))
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(one) for _ in range(3) for one in socket.socketpair()]
+        copier = Copier(device, Sockets(*socks[::2]))
+        copier._mapped[1] = mapped  # type: ignore[assignment]
+        work = copier._work[Direction.LOAD]
+        for _ in range(2):  # the second time it is not mapped any more
+            work._coming = order
+            preparing = threading.Thread(target=work._prepare, args=(lane,))
+            preparing.start()
+            if not said:
+                assert begun.wait(10)
+                unmapping = threading.Thread(target=copier._obey, args=(Kind.DETACH, 1, b""))
+                unmapping.start()
+                unmapping.join(0.05)
+                assert said == []
+                may_end.set()
+                unmapping.join(10)
+            preparing.join(10)
+    assert said == ["brought", "unmapped"]

@@ -91,9 +91,9 @@ class Lookups:
         now_s = self._clock()
         self.collect(track)
         if track.found is not None and track.found.coming_count:
-            self._wait_for_more(track, track.found, now_s)
+            self._wait_for_more(track, track.found, now_s, is_idle=is_idle)
         if track.found is not None and track.found.is_aging(now_s) and track.lookup is None:
-            self.start(track)
+            self.start(track, is_alone=is_idle)
             if track.found.lease and track.lookup is not None:
                 track.found = None  # the answer may replace the lease: not promised meanwhile
         found = track.found
@@ -126,7 +126,7 @@ class Lookups:
         )
         track.known_count, track.known_attachment = answer.hit_count, lookup.attachment
 
-    def _wait_for_more(self, track: Track, found: Found, now_s: float) -> None:
+    def _wait_for_more(self, track: Track, found: Found, now_s: float, *, is_idle: bool) -> None:
         """Ask again for what is coming, once, unless that comes too late or is of no use."""
         if found.hit_count + found.coming_count <= track.local_count:
             return
@@ -135,7 +135,7 @@ class Lookups:
         left_s = track.wait_until_s - now_s
         if left_s <= 0 or found.coming_s > left_s or track.lookup is not None:
             return
-        self.start(track, left_s)
+        self.start(track, left_s, is_alone=is_idle)
         if track.lookup is not None:
             track.found, track.asked_s = None, None
             self._tally.add("queries_waiting")

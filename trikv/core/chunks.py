@@ -35,7 +35,7 @@ class Sorted:
     Attributes:
         order: int64[blocks], position in the message of the block that moves n-th.
         blocks: int32[blocks], the engine's, in this order.
-        offsets: int64[blocks], of the pool, in this order: they ascend.
+        offsets: int64[blocks], of the pool, in this order: they ascend, but for `put_first`.
         heads: bool[blocks], False where a page follows its predecessor without a gap.
     """
 
@@ -63,6 +63,23 @@ def sort(
     np.not_equal(step, page_bytes, out=heads[1:])
     heads[1:] |= slabs[1:] != slabs[:-1]
     return Sorted(order, blocks[order], offsets, heads)
+
+
+def put_first(blocks: Sorted, pages: Offsets) -> tuple[Sorted, int]:
+    """The same blocks, those of some pages before all others; and how many these are.
+
+    Args:
+        blocks: of one copy.
+        pages: in the pool; some may be of no block.
+    """
+    is_first = np.isin(blocks.offsets, pages)
+    at = np.concatenate((np.flatnonzero(is_first), np.flatnonzero(~is_first)))
+    heads = blocks.heads[at]
+    heads[0] = True
+    heads[1:] |= np.diff(at) != 1
+    return Sorted(blocks.order[at], blocks.blocks[at], blocks.offsets[at], heads), int(
+        np.count_nonzero(is_first)
+    )
 
 
 def chunk_blocks(started: int, *, page_bytes: int, chunk_bytes: int) -> int:

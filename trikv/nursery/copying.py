@@ -101,7 +101,7 @@ class Memory(Protocol):
         Args:
             place: where to; not into which blocks.
             lease: of the load. One of another lease has other bytes, be its pages the same.
-            offsets: of the pages in the pool; the load may want some of them only.
+            offsets: of some of its pages; the load may want others, and not all of these.
         """
         ...
 

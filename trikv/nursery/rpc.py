@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from trikv import __version__, wire
 from trikv.core.calls import Answer, Query, Saved
 from trikv.core.errors import KvError, UnsupportedVersionError
-from trikv.core.words import LeaseId
 from trikv.nursery.service import Service
 from trikv.nursery.sessions import Session
 from trikv.nursery.status import Facts, write_status
@@ -75,9 +74,10 @@ class EngineConnection(Connection):
         except Exception as error:  # noqa: BLE001  # a bug of ours: the daemon ends with its story
             self.guest.fail(error)
 
-    def settle(self) -> None:
-        """Do what queries have left for later."""
+    def settle(self, announce: Callable[[], None]) -> None:
+        """Do what a query has left for later; first of all have its load announced."""
         try:
+            announce()
             self.service.store.settle()
         except Exception as error:
             self.guest.fail(error)
@@ -160,12 +160,10 @@ class SessionServant(wire.SCHEMA.Session.Server):
         ok.leaseSeconds = answer.lease_s
         ok.comingCount = answer.coming_count
         ok.comingSeconds = answer.coming_s
-        self.connection.loop.call_soon(self._settle, call, answer.lease)  # once this is answered
+        self.connection.loop.call_soon(self._settle, call, answer)  # once this is answered
 
-    def _settle(self, call: Query, lease: int) -> None:
-        if lease:
-            self._service.expect_load(self._session, call, LeaseId(lease))
-        self.connection.settle()
+    def _settle(self, call: Query, answer: Answer) -> None:
+        self.connection.settle(lambda: self._service.expect_load(self._session, call, answer))
 
     @later
     def save_context(self, context: Any, end: End) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from trikv.core.calls import Answer, Declare, Load, Named, Query, Register, Save, Saved
 from trikv.core.errors import BadRequestError, ForbiddenError, KvError
 from trikv.core.layout import GroupLayout, Place
-from trikv.core.words import InstanceName, LeaseId, Offsets, RequestId
+from trikv.core.words import InstanceName, Offsets, RequestId
 from trikv.nursery.ahead import announce
 from trikv.nursery.copying import Copying, Job, Memory
 from trikv.nursery.sessions import Session, Sessions
@@ -171,9 +171,9 @@ class Service:
             lease=call.lease,
         ).then(lambda copied: answer(missing_of(copied)))
 
-    def expect_load(self, session: Session, call: Query, lease: LeaseId) -> None:
+    def expect_load(self, session: Session, call: Query, answer: Answer) -> None:
         """What a query found will be loaded in a moment, most likely: copiers may get ready."""
-        announce(self.store, self.sessions, self.memory, session.instance, call, lease)
+        announce(self.store, self.sessions, self.memory, session.instance, call, answer)
 
     def release(self, session: Session, requests: list[RequestId]) -> None:
         """These requests have ended."""

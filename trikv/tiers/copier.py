@@ -237,10 +237,10 @@ class Work:
         """Chunks of a copy that were begun before its order came; first of all of its own."""
         if transfer.section or transfer.started:
             return ()
-        with self._mapping:
-            parts, bus_s = lane.land(_key(transfer.order), transfer.sorted)
-        transfer.ahead_s += bus_s
-        return parts
+        landed = lane.land(_key(transfer.order), transfer.sorted)
+        transfer.sorted = landed.blocks
+        transfer.ahead_s = max(0.0, min(landed.bus_s, transfer.since_s - landed.since_s))
+        return landed.parts
 
     def _finish(self, lane: Lane) -> None:
         lane.wait()
@@ -347,6 +347,13 @@ def die_with(parent: int) -> None:
         os._exit(0)  # it has ended already
 
 
+def _low(descriptor: int) -> socket.socket:
+    """A socket under the lowest number that is free: `select` takes none above 1,023."""
+    low = os.dup(descriptor)
+    os.close(descriptor)
+    return socket.socket(fileno=low)
+
+
 def serve(open_device: Callable[[], Device], descriptors: Sequence[int], parent: int) -> None:
     """Be a copier until the daemon closes the sockets or ends.
 
@@ -357,7 +364,7 @@ def serve(open_device: Callable[[], Device], descriptors: Sequence[int], parent:
     """
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the daemon's to handle
-    socks = Sockets(*(socket.socket(fileno=one) for one in descriptors))
+    socks = Sockets(*(_low(one) for one in descriptors))
     try:
         copier = Copier(open_device(), socks)
     except Exception as error:  # noqa: BLE001  # the daemon logs it, in its own format

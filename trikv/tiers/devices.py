@@ -48,9 +48,18 @@ Key: TypeAlias = tuple[int, int, int]
 
 
 class Landed(NamedTuple):
-    """What of a load was begun ahead: its chunks, under way now, and how long the bus had them."""
+    """What of a load was begun ahead.
 
+    Attributes:
+        blocks: of the load, those of the chunks below before all others.
+        parts: its chunks that are under way now.
+        since_s: when they were begun.
+        bus_s: how long the bus had them at most, before now.
+    """
+
+    blocks: Sorted
     parts: Sequence[slice] = ()
+    since_s: float = 0.0
     bus_s: float = 0.0
 
 
@@ -77,15 +86,15 @@ class Lane(Protocol):
         ...
 
     def bring(self, key: Key, target: Target, blocks: Sorted) -> None:
-        """Begin the first chunks of a load whose blocks are not known: near them, and no further.
+        """Begin chunks of a load whose blocks are not known: near them, and no further.
 
-        Only while nothing else is under way; what was brought before is dropped. Not all of it,
-        and nothing where that would be of no use.
+        Only while nothing else is under way, and not where it would be of no use. What was brought
+        a moment ago stays, what is older is dropped.
 
         Args:
             key: of the load that it is for. Its pages do not change as long as that may come.
             target: of the load.
-            blocks: of its pages; whose blocks say nothing.
+            blocks: of these pages; whose blocks say nothing.
         """
         ...
 

@@ -24,7 +24,7 @@ from typing import Final, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.chunks import Sorted, bridge_blocks, chunk_blocks
+from trikv.core.chunks import Sorted, bridge_blocks, chunk_blocks, put_first
 from trikv.core.words import Offsets
 from trikv.tiers import gpu
 from trikv.tiers.devices import Key, Landed, Mapped, Target
@@ -37,12 +37,12 @@ CHUNKS_MIN: Final = 4
 """So many chunks fit into the staging, at least."""
 LATE_S: Final = 0.0003
 """A kernel that takes so much more than twice its best time waited for the GPU's other users."""
-BUSY_S: Final = 1.0
-"""How long chunks stay large after one was late: with many of them under way none is seen late."""
+TIMED_BYTES_MIN: Final = 1 << 20
+BUSY_S, BUSY_MOVING_S = 1.0, 30.0
+"""How long chunks stay large after one was late: not all are timed while others are under way."""
 DIRECT_WINDOW_BYTES: Final = 64 << 20
-AHEAD_BYTES: Final = 64 << 20
-"""What the bus brings in 1.2 ms, somewhat more than between a query's answer and the load's order.
-If nobody loads it, another load may have to wait for as long."""
+KEEP_AHEAD_S: Final = 0.01
+"""So long what was brought for a load is not dropped for the next one's: they come in order."""
 WINDOW_BYTES: Final = 192 << 20
 """As much is under way on a GPU that is ours: a small copy that comes now waits for no more. The
 staging has so much, and all that it may have once the GPU was busy."""
@@ -121,7 +121,7 @@ class GpuLane:
         self._ahead: _Ahead | None = None
         self._bytes = 0  # under way
         self._is_full = False  # a chunk waits for room in the staging
-        self._busy_until_s = 0.0
+        self._late_at_s = -math.inf  # when a kernel was last seen to wait
         self._byte_s = math.inf  # of the fastest kernel
         self.staging = Staging(device, WINDOW_BYTES)
 
@@ -161,7 +161,7 @@ class GpuLane:
 
     @property
     def _is_busy(self) -> bool:
-        return time.perf_counter() < self._busy_until_s
+        return time.perf_counter() - self._late_at_s < (BUSY_MOVING_S if self._moving else BUSY_S)
 
     def start(self, target: Target, blocks: Sorted, part: slice) -> bool:
         """See `Lane`."""
@@ -185,18 +185,19 @@ class GpuLane:
 
     def bring(self, key: Key, target: Target, blocks: Sorted) -> None:
         """See `Lane`. Not on a busy GPU, where a load waits for its kernel and not for the bus."""
-        group = cast("Group", target)
-        if self._ahead is not None and self._ahead.key == key:
+        group, now_s, end = cast("Group", target), time.perf_counter(), 0
+        if self._ahead is not None and (
+            self._ahead.key == key or now_s - self._ahead.since_s < KEEP_AHEAD_S
+        ):
             return
         self.forget()
         if self._is_busy or not self.staging.fits(group.pitch):
             return
         begun = self._event()
         gpu.record(begun, self._bus)
-        ahead = self._ahead = _Ahead(key, group, begun, time.perf_counter())
-        end, most = 0, min(len(blocks.offsets), AHEAD_BYTES // group.pitch)
-        while end < most:
-            part = self.next_part(target, end, most, end)
+        ahead = self._ahead = _Ahead(key, group, begun, now_s)
+        while end < len(blocks.offsets):
+            part = self.next_part(target, end, len(blocks.offsets), end)
             offsets, end = blocks.offsets[part], part.stop
             at = self.staging.ring.take(len(offsets) * group.pitch)
             if at is None:
@@ -209,29 +210,32 @@ class GpuLane:
             self._bytes += len(offsets) * group.pitch
 
     def land(self, key: Key, blocks: Sorted) -> Landed:
-        """See `Lane`. Both are sorted by place, so what was brought are the load's first pages."""
-        ahead = self._ahead
-        if ahead is None or ahead.key != key or not ahead.chunks:
+        """See `Lane`. A page that the load does not want goes nowhere."""
+        ahead, count = self._ahead, 0
+        if ahead is not None and ahead.key == key and ahead.chunks:
+            pages = np.concatenate([one for _, _, one in ahead.chunks])
+            blocks, count = put_first(blocks, pages)
+        if ahead is None or count == 0:
             self.forget()
-            return Landed()
+            return Landed(blocks)
         self._ahead, parts, end = None, [], 0
-        last = ahead.chunks[-1][1]
-        bus_s = time.perf_counter() - ahead.since_s
+        begun, last, bus_s = ahead.begun, ahead.chunks[-1][1], math.inf
         if gpu.is_over(last):
-            bus_s = min(bus_s, gpu.seconds_between(ahead.begun, last))
-        self._events.append(ahead.begun)
+            bus_s = gpu.seconds_between(begun, last)
+            gpu.record(begun, self._bus)  # it has nothing to do: that is when kernels could begin
         for at, there, pages in ahead.chunks:
-            part = slice(end, int(np.searchsorted(blocks.offsets, pages[-1], "right")))
-            rows = np.searchsorted(pages, blocks.offsets[part])
-            assert np.array_equal(pages[rows], blocks.offsets[part]), "pages of another lease"
+            part = slice(end, int(np.searchsorted(blocks.offsets[:count], pages[-1], "right")))
             ids, end = np.full(len(pages), -1, np.int32), part.stop
-            ids[rows] = blocks.blocks[part]
-            size = len(pages) * ahead.group.pitch
+            ids[np.searchsorted(pages, blocks.offsets[part])] = blocks.blocks[part]
+            size, is_last = len(pages) * ahead.group.pitch, there is last
             self._bytes -= size
-            moving = self._note(self._event(), size, (there,))
+            steps = (there, begun) if is_last else (there,)
+            moving = self._note(self._event(), size, steps)
+            if is_last:
+                moving.kernel = (there if bus_s == math.inf else begun, moving.end)
             self._scatter(_Landing(moving, there, ahead.group, ids, self.staging.address + at))
             parts.append(part)
-        return Landed(parts, bus_s)
+        return Landed(blocks, parts, ahead.since_s, bus_s)
 
     def forget(self) -> None:
         """See `Lane`."""
@@ -257,8 +261,10 @@ class GpuLane:
         self._bytes -= moving.bytes
         if moving.steps:
             self.staging.ring.give_back()
-        if not self._moving and self._is_busy:
-            self.staging.grow()
+        if not self._moving:
+            self._is_full = False
+            if self._is_busy:
+                self.staging.grow()
 
     def _scatter_bunch(self) -> None:
         """Launch the oldest kernel, or all: while more waits for room, the bus needs the rest."""
@@ -273,9 +279,10 @@ class GpuLane:
 
     def _note_kernel(self, took_s: float, size: int) -> None:
         """How long after it could begin a kernel had ended."""
-        self._byte_s = min(self._byte_s, took_s / size)
-        if took_s > self._late_s + 2 * self._byte_s * size:
-            self._busy_until_s = time.perf_counter() + BUSY_S
+        if size >= TIMED_BYTES_MIN and took_s > 0:
+            self._byte_s = min(self._byte_s, took_s / size)
+        if took_s > self._late_s + 2 * min(self._byte_s, took_s / size) * size:
+            self._late_at_s = max(self._late_at_s, time.perf_counter())
 
     def signal(self, mapped: Mapped, number: int, value: int) -> None:
         """See `Lane`.
@@ -325,6 +332,7 @@ class GpuLane:
         if not self._moving:  # the bus has nothing to do: its stream's time is now
             begun = self._event()
             gpu.record(begun, self._bus)
+            gpu.wait_in(self._cores, begun)
             steps, kernel = (between, begun), (begun, between)
         self._moves.kernel(group, ids, where)
         gpu.record(between, self._cores)
