@@ -43,8 +43,8 @@ def test_blocks_move_in_the_pool_s_order(pages: list[int]) -> None:
         (500, 72 << 15, 72, 2048 // 72),  # Qwen3-8B, K and V apart: pieces of 32 KiB
         (500, 61 * 73_728, 61, (64 << 20) // (61 * 73_728)),  # MLA: 72 KiB
         (9, 72 << 15, 72, 2),  # of a small copy a quarter
-        (500, 72 << 14, 72, 28),
-        (500, (72 << 14) - 1, 72, 0),  # too small for the bus
+        (500, 72 << 13, 72, 28),
+        (500, (72 << 13) - 1, 72, 0),  # too small for the bus
         (500, 64 << 20, 1, 1),
         (500, (64 << 20) + 1, 1, 0),
     ],

@@ -27,6 +27,9 @@ EVICT_BATCH: Final = 256
 
 SPARES_MAX: Final = 1_024
 
+SHARE: Final = 16
+"""Of a shape's blocks no more than one in so many go before other shapes' slabs are looked at again:
+behind its coldest ones may stand some that are warmer than those."""
 NEAR: Final = 4
 """So many times what is needed is looked through for blocks that a disk holds too."""
 
@@ -130,7 +133,13 @@ class Room:
             coldest = order.coldest()
             if self._reclaim_slab(shape, colder_than=coldest):
                 continue
-            victims = self._victims(order, max(missing, batch))
+            most = max(missing, batch)
+            if (
+                self._pages.slabs_in_use(shape) + self._pages.free_slab_count
+                < self._pages.slab_count
+            ):
+                most = min(most, 1 + self._pages.used_slots(shape) // SHARE)
+            victims = self._victims(order, most)
             if (
                 len(victims) == 0
                 and not self._reclaim_slab(shape, colder_than=None)
