@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ def test_a_busy_gpu_has_a_kernel_for_half_of_the_staging(*, into_engine: bool, b
     with doubled() as (cuda, lane_module, device_module):
         made = _lane(cuda, lane_module, device_module, into_engine=into_engine)
         (lane, target, blocks), launch = made, cuda.launch
-        lane._late_at_s = math.inf
+        lane._busy_until_s = math.inf
         lane_module.bridge_blocks = lambda *_, **__: bridge
         rows: list[int] = []
 
@@ -106,13 +107,13 @@ def test_no_more_is_under_way_on_a_free_gpu_than_a_small_copy_may_wait_for(
         assert [begin(at) for at in range(4)] == [True, True, True, False]
         lane.wait()
         assert begin(3)
-        lane._late_at_s = math.inf  # then there is to be all that the staging can have
+        lane._busy_until_s = math.inf  # then there is to be all that the staging can have
         for _ in range(3):
             lane.wait()
         assert [begin(at) for at in range(9)] == 8 * [True] + [False]
         for _ in range(8):
             lane.wait()
-        lane._late_at_s = -math.inf
+        lane._busy_until_s = -math.inf
         assert [begin(at) for at in range(4)] == [True, True, True, False]
 
 
@@ -206,7 +207,7 @@ def test_the_kernels_of_what_was_brought_say_whether_the_gpu_is_busy(*, is_over:
 def test_nothing_is_brought_to_a_busy_gpu_nor_without_staging() -> None:
     with doubled() as (cuda, lane_module, device_module):
         lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
-        lane._late_at_s = math.inf
+        lane._busy_until_s = math.inf
         lane.bring((1, 0, 7), target, blocks)
         small = lane_module.GpuLane(Owner(PAGE_ALIGN - 1), into_engine=True)
         small.bring((1, 0, 7), target, blocks)
@@ -250,6 +251,48 @@ def test_a_gpu_is_busy_where_a_kernel_is_late(*, into_engine: bool) -> None:
             assert lane._is_busy is is_busy
 
 
+def test_a_busy_gpu_counts_as_busy_as_long_as_chunks_follow_each_other() -> None:
+    """Not all of them are timed then; but not for ever, and not once there was a pause."""
+    with doubled() as (cuda, lane_module, device_module):
+        now_s = [100.0]
+        lane_module.time = SimpleNamespace(perf_counter=lambda: now_s[0])
+        lane_module.TIMED_BYTES_MIN = 0
+        lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=False)
+        cuda.kernel_s = 1e-5
+        assert begin(0)
+        lane.wait()
+        cuda.kernel_s = 1.0
+        assert begin(1)
+        assert begin(2)
+        lane.wait()
+        cuda.kernel_s = 1e-5
+        while lane._is_busy:
+            assert begin(3)
+            now_s[0] += 0.9 * lane_module.BUSY_S
+            lane.wait()
+        assert 0 <= now_s[0] - 100 - lane_module.BUSY_S_MAX <= lane_module.BUSY_S
+        lane.wait()
+        lane._late_at_s, lane._busy_until_s = now_s[0], now_s[0] + lane_module.BUSY_S
+        now_s[0] += 1.1 * lane_module.BUSY_S
+        assert begin(4)
+        assert begin(5)
+        lane.wait()
+        assert not lane._is_busy
+
+
+def test_a_save_that_fits_needs_one_kernel_of_a_busy_gpu() -> None:
+    for into_engine in (False, True):
+        with doubled() as (cuda, lane_module, device_module):
+            lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=into_engine)
+            lane._busy_until_s = math.inf
+            lane_module.bridge_blocks = lambda *_, **__: 0
+            lane.staging.make()
+            assert lane.next_part(target, 0, 8, 0) == slice(0, 4 if into_engine else 8)
+            assert lane.next_part(target, 0, 9, 0) == slice(0, 4)
+            assert lane.start(target, blocks, slice(8, 9))
+            assert lane.next_part(target, 0, 8, 0) == slice(0, 4)
+
+
 def test_a_save_s_kernel_is_timed_while_the_bus_has_nothing_to_do() -> None:
     """Else the event before it comes behind other chunks' bytes, and says nothing."""
     with doubled() as (cuda, lane_module, device_module):
@@ -271,7 +314,7 @@ def test_staging_grows_after_a_copy_of_a_busy_gpu(*, is_busy: bool, is_given: bo
     with doubled() as (cuda, lane_module, device_module):
         lane_module.WINDOW_BYTES = 2 * PAGE_ALIGN
         lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=True)
-        lane._late_at_s = math.inf if is_busy else -math.inf
+        lane._busy_until_s = math.inf if is_busy else -math.inf
         allocate, freed = cuda.allocate, []
         cuda.free = freed.append  # type: ignore[method-assign]
         assert begin(0)

@@ -118,7 +118,7 @@ def test_every_byte_of_groups_and_sections(
         )
         mapped = lane_module.GpuMemory((), (), (group,), SLAB, WORD)
         lane = lane_module.GpuLane(Owner(staging_bytes), into_engine=into_engine)
-        lane._late_at_s = math.inf if is_busy else -math.inf
+        lane._busy_until_s = math.inf if is_busy else -math.inf
         blocks, targets = mapped.sort(order), mapped.targets(order)
         assert len(targets) == (len(cuts) if order.is_ordered else 1)
         moving = 0
@@ -196,7 +196,7 @@ def test_a_rehearsal_goes_the_whole_way_and_touches_nobody_s_memory(*, into_engi
             while any(cuda.streams):
                 cuda.go_on()
         assert np.array_equal(cuda.memory[:FREE], before)
-        lane._late_at_s = math.inf
+        lane._busy_until_s = math.inf
         lane.rehearse()
         assert launched == [3]
         assert not lane._moving

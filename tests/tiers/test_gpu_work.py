@@ -155,7 +155,7 @@ def test_words_and_reports_are_true_and_every_load_ends(
                 more = data.draw(st.sets(st.sampled_from(pages), min_size=not places))
                 loads.announce([PITCH * one for one in {*places, *more}], lease)
             elif what == "busy":
-                lane._late_at_s = data.draw(st.sampled_from([math.inf, -math.inf]))
+                lane._busy_until_s = data.draw(st.sampled_from([math.inf, -math.inf]))
             elif what == "stop" and loads.orders:
                 number = data.draw(st.sampled_from(sorted(loads.orders)))
                 if data.draw(st.integers(0, 3)) == 0:

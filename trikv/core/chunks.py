@@ -19,7 +19,7 @@ AGING_BYTES_S: Final = 256 << 20
 """A copy that waits a second goes before one that is this much smaller."""
 BRIDGE_BYTES: Final = 64 << 20
 BRIDGE_PIECES: Final = 2048
-BRIDGE_PIECE_BYTES: Final = 16 << 10
+BRIDGE_PIECE_BYTES: Final = 8 << 10
 """The bus takes a request in a microsecond: smaller pieces leave it idle most of that time."""
 
 _ZERO: Final = np.zeros(1, np.int64)

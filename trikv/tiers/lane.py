@@ -38,8 +38,10 @@ CHUNKS_MIN: Final = 4
 LATE_S: Final = 0.0003
 """A kernel that takes so much more than twice its best time waited for the GPU's other users."""
 TIMED_BYTES_MIN: Final = 1 << 20
-BUSY_S, BUSY_MOVING_S = 1.0, 30.0
-"""How long chunks stay large after one was late: not all are timed while others are under way."""
+BUSY_S: Final = 1.0
+"""How long chunks stay large after one was late."""
+BUSY_S_MAX: Final = 30.0
+"""The same while chunks follow each other without a pause: then not all of them are timed."""
 DIRECT_WINDOW_BYTES: Final = 64 << 20
 KEEP_AHEAD_S: Final = 0.01
 """So long what was brought for a load is not dropped for the next one's: they come in order."""
@@ -122,6 +124,7 @@ class GpuLane:
         self._bytes = 0  # under way
         self._is_full = False  # a chunk waits for room in the staging
         self._late_at_s = -math.inf  # when a kernel was last seen to wait
+        self._busy_until_s = -math.inf
         self._byte_s = math.inf  # of the fastest kernel
         self.staging = Staging(device, WINDOW_BYTES)
 
@@ -142,7 +145,10 @@ class GpuLane:
         group, room, is_busy = cast("Group", target), self.staging.ring.size, self._is_busy
         size = CHUNK_BYTES_DIRECT
         if is_busy and not group.is_direct and room >= group.pitch:
-            end = begin + max(1, room // 2 // group.pitch)
+            # A save that fits needs one change of processes; with others under way the bus goes on.
+            fits = count * group.pitch <= room
+            is_whole = fits and not self._into_engine and not self._moving
+            end = begin + max(1, (room if is_whole else room // 2) // group.pitch)
             edge = count - self._bridge(group, count)
             return slice(begin, min(end, edge if begin < edge else count))
         if not is_busy and not 0 < room < group.pitch:
@@ -161,7 +167,7 @@ class GpuLane:
 
     @property
     def _is_busy(self) -> bool:
-        return time.perf_counter() - self._late_at_s < (BUSY_MOVING_S if self._moving else BUSY_S)
+        return time.perf_counter() < self._busy_until_s
 
     def start(self, target: Target, blocks: Sorted, part: slice) -> bool:
         """See `Lane`."""
@@ -261,6 +267,9 @@ class GpuLane:
         self._bytes -= moving.bytes
         if moving.steps:
             self.staging.ring.give_back()
+        if self._is_busy and self._moving:
+            until_s = min(time.perf_counter() + BUSY_S, self._late_at_s + BUSY_S_MAX)
+            self._busy_until_s = max(self._busy_until_s, until_s)
         if not self._moving:
             self._is_full = False
             if self._is_busy:
@@ -282,7 +291,8 @@ class GpuLane:
         if size >= TIMED_BYTES_MIN and took_s > 0:
             self._byte_s = min(self._byte_s, took_s / size)
         if took_s > self._late_s + 2 * min(self._byte_s, took_s / size) * size:
-            self._late_at_s = max(self._late_at_s, time.perf_counter())
+            self._late_at_s = time.perf_counter()
+            self._busy_until_s = max(self._busy_until_s, self._late_at_s + BUSY_S)
 
     def signal(self, mapped: Mapped, number: int, value: int) -> None:
         """See `Lane`.
