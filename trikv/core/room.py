@@ -28,7 +28,7 @@ EVICT_BATCH: Final = 256
 SPARES_MAX: Final = 1_024
 
 SHARE: Final = 16
-"""Of a shape's blocks no more than one in so many go before other shapes' slabs are looked at again:
+"""Of a shape's blocks one in so many go at most, and then other shapes' slabs are looked at again:
 behind its coldest ones may stand some that are warmer than those."""
 NEAR: Final = 4
 """So many times what is needed is looked through for blocks that a disk holds too."""
@@ -134,10 +134,7 @@ class Room:
             if self._reclaim_slab(shape, colder_than=coldest):
                 continue
             most = max(missing, batch)
-            if (
-                self._pages.slabs_in_use(shape) + self._pages.free_slab_count
-                < self._pages.slab_count
-            ):
+            if self._pages.slab_count > self._pages.slabs_in_use(shape):  # others have some
                 most = min(most, 1 + self._pages.used_slots(shape) // SHARE)
             victims = self._victims(order, most)
             if (
