@@ -19,6 +19,7 @@ from trikv.core.chunks import (
     next_copy,
     page_runs,
     piece_runs,
+    put_first,
     sort,
     tall_runs,
 )
@@ -35,6 +36,22 @@ def test_blocks_move_in_the_pool_s_order(pages: list[int]) -> None:
     assert got.offsets.tolist() == sorted(offsets.tolist())
     assert got.blocks.tolist() == [offset // PAGE + 1000 for offset in got.offsets.tolist()]
     assert blocks[got.order].tolist() == got.blocks.tolist()
+
+
+@given(pages=st.sets(st.integers(0, 40), min_size=1), first=st.sets(st.integers(0, 50)))
+def test_some_pages_are_put_first_and_runs_do_not_reach_over_the_seam(
+    pages: set[int], first: set[int]
+) -> None:
+    places = np.array(sorted(pages, key=lambda one: one * 7 % 41), np.int64) * PAGE
+    before = sort(np.arange(len(places), dtype=np.int32), places, page_bytes=PAGE, slab_bytes=SLAB)
+    after, count = put_first(before, np.array(sorted(first), np.int64) * PAGE)
+    assert [*after.offsets // PAGE] == [*sorted(pages & first), *sorted(pages - first)]
+    assert count == len(pages & first)
+    assert [*places[after.order]] == [*after.offsets]
+    assert [*after.blocks] == [*after.order]
+    runs = page_runs(after.offsets, after.heads, page_bytes=PAGE)
+    moved = [at + n for _, at, size in runs.tolist() for n in range(0, size, PAGE)]
+    assert moved == [*after.offsets]
 
 
 @pytest.mark.parametrize(

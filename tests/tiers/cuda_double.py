@@ -48,8 +48,8 @@ class Cuda(ModuleType):
         self.streams.append(deque())
         return len(self.streams) - 1
 
-    def new_event(self) -> list[int]:
-        return [0, 0]  # recorded so often, come so often
+    def new_event(self, *, is_timed: bool) -> list[int]:
+        return [0, 0, is_timed]  # recorded so often, come so often
 
     def _put(self, stream: int, work: Callable[[], object]) -> None:
         self.streams[stream].append(lambda: (work(), True)[1])
@@ -71,8 +71,7 @@ class Cuda(ModuleType):
         return event[1] >= event[0]
 
     def seconds_between(self, first: list[int], second: list[int]) -> float:
-        assert self.is_over(first)
-        assert self.is_over(second)
+        assert all(self.is_over(one) and one[2] for one in (first, second))
         return self.kernel_s
 
     def make_current(self, context: object) -> None:
@@ -175,7 +174,7 @@ def doubled() -> Iterator[tuple[Cuda, Any, Any]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, "trikv.tiers.gpu", double)
         patched.setattr(tiers, "gpu", double, raising=False)
-        for name in ("staging", "moves", "lane", "rehearsals", "device"):
+        for name in ("staging", "events", "moves", "lane", "rehearsals", "device"):
             patched.delitem(sys.modules, f"trikv.tiers.{name}", raising=False)
             patched.setattr(tiers, name, None, raising=False)
         try:
@@ -184,7 +183,7 @@ def doubled() -> Iterator[tuple[Cuda, Any, Any]]:
             patched.setattr("trikv.tiers.moves.TALL_PAGES", TALL_PAGES)
             yield double, lane, import_module("trikv.tiers.device")
         finally:
-            for name in ("staging", "moves", "lane", "rehearsals", "device"):
+            for name in ("staging", "events", "moves", "lane", "rehearsals", "device"):
                 sys.modules.pop(f"trikv.tiers.{name}", None)
 
 

@@ -153,7 +153,8 @@ def test_what_is_brought_is_for_one_lease(*, is_over: bool, lease: int) -> None:
             wanted = before[POOL + page :][:4096]
             assert np.array_equal(cuda.memory[ENGINE + 4096 * block :][:4096], wanted)
         assert (lane._bytes, len(lane.staging.ring._taken)) == (0, 0)
-        assert len({id(one) for one in lane._events}) == len(lane._events)
+        idle = [*lane._events.idle[0], *lane._events.idle[1]]
+        assert len({id(one) for one in idle}) == len(idle)
 
 
 def test_a_page_that_the_load_does_not_want_goes_nowhere() -> None:
@@ -266,10 +267,11 @@ def test_a_busy_gpu_counts_as_busy_as_long_as_chunks_follow_each_other() -> None
         assert begin(2)
         lane.wait()
         cuda.kernel_s = 1e-5
-        while lane._is_busy:
-            assert begin(3)
-            now_s[0] += 0.9 * lane_module.BUSY_S
-            lane.wait()
+        for _ in range(100):
+            if lane._is_busy:
+                assert begin(3)
+                now_s[0] += 0.9 * lane_module.BUSY_S
+                lane.wait()
         assert 0 <= now_s[0] - 100 - lane_module.BUSY_S_MAX <= lane_module.BUSY_S
         lane.wait()
         lane._late_at_s, lane._busy_until_s = now_s[0], now_s[0] + lane_module.BUSY_S

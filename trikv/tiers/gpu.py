@@ -208,9 +208,12 @@ def new_stream() -> Handle:
     return _ok(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
 
 
-def new_event() -> Handle:
-    """An event of this process, that knows when it came."""
-    return _ok(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DEFAULT))
+def new_event(*, is_timed: bool) -> Handle:
+    """An event of this process; a timed one knows when it came, and its stream pauses for that."""
+    flags = driver.CUevent_flags
+    return _ok(
+        driver.cuEventCreate(flags.CU_EVENT_DEFAULT if is_timed else flags.CU_EVENT_DISABLE_TIMING)
+    )
 
 
 def record(event: Handle, stream: Handle) -> None:
@@ -229,7 +232,7 @@ def wait(event: Handle) -> None:
 
 
 def seconds_between(first: Handle, second: Handle) -> float:
-    """How much later the second event has come; both have."""
+    """How much later the second event has come; both have, and both are timed."""
     return float(_ok(driver.cuEventElapsedTime(first, second))) / 1e3
 
 

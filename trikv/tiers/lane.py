@@ -28,6 +28,7 @@ from trikv.core.chunks import Sorted, bridge_blocks, chunk_blocks, put_first
 from trikv.core.words import Offsets
 from trikv.tiers import gpu
 from trikv.tiers.devices import Key, Landed, Mapped, Target
+from trikv.tiers.events import Events
 from trikv.tiers.moves import GpuMemory, Group, Moves, Pool
 from trikv.tiers.staging import Giver, Staging
 
@@ -38,6 +39,7 @@ CHUNKS_MIN: Final = 4
 LATE_S: Final = 0.0003
 """A kernel that takes so much more than twice its best time waited for the GPU's other users."""
 TIMED_BYTES_MIN: Final = 1 << 20
+TIMED_EACH: Final = 8
 BUSY_S: Final = 1.0
 """How long chunks stay large after one was late."""
 BUSY_S_MAX: Final = 30.0
@@ -117,7 +119,8 @@ class GpuLane:
         self._into_engine = into_engine
         self._moves = Moves(device, into_engine=into_engine)
         self._bus, self._cores = self._moves.bus, self._moves.cores
-        self._events: list[gpu.Handle] = []
+        self._events = Events()
+        self._since_timed = 0  # chunks
         self._moving: deque[_Moving] = deque()
         self._landing: deque[_Landing] = deque()
         self._ahead: _Ahead | None = None
@@ -184,7 +187,7 @@ class GpuLane:
         if self._bytes and under_way > DIRECT_WINDOW_BYTES and not is_bridge:
             return False
         self._moves.pieces(group, ids, offsets)
-        end = self._event()
+        end = self._events.take()
         gpu.record(end, self._bus)
         self._note(end, len(ids) * group.page_bytes)
         return True
@@ -199,7 +202,7 @@ class GpuLane:
         self.forget()
         if self._is_busy or not self.staging.fits(group.pitch):
             return
-        begun = self._event()
+        begun = self._events.take(is_timed=True)
         gpu.record(begun, self._bus)
         ahead = self._ahead = _Ahead(key, group, begun, now_s)
         while end < len(blocks.offsets):
@@ -210,7 +213,7 @@ class GpuLane:
                 break
             self._device.register_slabs(offsets)
             self._moves.pages(group, offsets, blocks.heads[part], self.staging.address + at)
-            there = self._event()
+            there = self._events.take(is_timed=True)
             gpu.record(there, self._bus)
             ahead.chunks.append((at, there, offsets))
             self._bytes += len(offsets) * group.pitch
@@ -224,19 +227,20 @@ class GpuLane:
         if ahead is None or count == 0:
             self.forget()
             return Landed(blocks)
-        self._ahead, parts, end = None, [], 0
+        self._ahead, parts, first = None, [], 0
         begun, last, bus_s = ahead.begun, ahead.chunks[-1][1], math.inf
         if gpu.is_over(last):
             bus_s = gpu.seconds_between(begun, last)
             gpu.record(begun, self._bus)  # it has nothing to do: that is when kernels could begin
         for at, there, pages in ahead.chunks:
-            part = slice(end, int(np.searchsorted(blocks.offsets[:count], pages[-1], "right")))
-            ids, end = np.full(len(pages), -1, np.int32), part.stop
+            part = slice(first, int(np.searchsorted(blocks.offsets[:count], pages[-1], "right")))
+            ids, first = np.full(len(pages), -1, np.int32), part.stop
             ids[np.searchsorted(pages, blocks.offsets[part])] = blocks.blocks[part]
             size, is_last = len(pages) * ahead.group.pitch, there is last
             self._bytes -= size
             steps = (there, begun) if is_last else (there,)
-            moving = self._note(self._event(), size, steps)
+            end = self._events.take(is_timed=is_last)
+            moving = self._note(end, size, steps)
             if is_last:
                 moving.kernel = (there if bus_s == math.inf else begun, moving.end)
             self._scatter(_Landing(moving, there, ahead.group, ids, self.staging.address + at))
@@ -248,10 +252,10 @@ class GpuLane:
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return
-        self._events.append(ahead.begun)
+        self._events.put_away(ahead.begun)
         for _, there, pages in ahead.chunks:
             gpu.wait(there)
-            self._events.append(there)
+            self._events.put_away(there)
             self.staging.ring.give_back()
             self._bytes -= len(pages) * ahead.group.pitch
 
@@ -263,7 +267,7 @@ class GpuLane:
         gpu.wait(moving.end)
         if moving.kernel is not None:
             self._note_kernel(gpu.seconds_between(*moving.kernel), moving.bytes)
-        self._events += (moving.end, *moving.steps)
+        self._events.put_away(moving.end, *moving.steps)
         self._bytes -= moving.bytes
         if moving.steps:
             self.staging.ring.give_back()
@@ -306,10 +310,10 @@ class GpuLane:
             return
         while self._landing:
             self._scatter(self._landing.popleft())
-        behind = self._event()
+        behind = self._events.take()
         gpu.record(behind, self._bus)
         gpu.wait_in(self._cores, behind)
-        self._events.append(behind)  # recorded again later: the wait is for this record
+        self._events.put_away(behind)  # recorded again later: the wait is for this record
         gpu.write_word(first + 4 * (number - 1), value, self._cores)
 
     def _start_staged(
@@ -326,21 +330,24 @@ class GpuLane:
         self._is_full = at is None
         if at is None:
             return False
-        where, end, between = self.staging.address + at, self._event(), self._event()
+        where, is_timed = self.staging.address + at, self._is_turn_to_time()
+        between = self._events.take(is_timed=is_timed)
         if self._into_engine:
+            end = self._events.take(is_timed=is_timed)
             self._moves.pages(group, offsets, heads, where)
             gpu.record(between, self._bus)
-            moving = self._note(end, size, (between,), None if is_busy else (between, end))
+            moving = self._note(end, size, (between,), (between, end) if is_timed else None)
             landing = _Landing(moving, between, group, ids, where)
             if is_busy:
+                moving.kernel = None  # it is launched later
                 self._landing.append(landing)
             else:
                 self._scatter(landing)
             return True
         steps: tuple[gpu.Handle, ...] = (between,)
-        kernel = None
-        if not self._moving:  # the bus has nothing to do: its stream's time is now
-            begun = self._event()
+        kernel, end = None, self._events.take()
+        if is_timed:
+            begun = self._events.take(is_timed=True)
             gpu.record(begun, self._bus)
             gpu.wait_in(self._cores, begun)
             steps, kernel = (between, begun), (begun, between)
@@ -350,6 +357,19 @@ class GpuLane:
         self._moves.pages(group, offsets, heads, where)
         gpu.record(end, self._bus)
         self._note(end, size, steps, kernel)
+        return True
+
+    def _is_turn_to_time(self) -> bool:
+        """Whether this chunk's kernel is timed: it costs the bus a pause. The first, and some more.
+
+        Of saves only while the bus has nothing to do: else its stream's time is that of the bytes
+        before.
+        """
+        self._since_timed += 1
+        is_later = self._into_engine and self._since_timed >= TIMED_EACH
+        if self._moving and not is_later:
+            return False
+        self._since_timed = 0
         return True
 
     def _scatter(self, landing: _Landing) -> None:
@@ -369,6 +389,3 @@ class GpuLane:
         self._bytes += size
         self._moving.append(_Moving(end, size, steps, kernel))
         return self._moving[-1]
-
-    def _event(self) -> gpu.Handle:
-        return self._events.pop() if self._events else gpu.new_event()
