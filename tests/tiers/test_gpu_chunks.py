@@ -178,6 +178,38 @@ def test_a_page_that_the_load_does_not_want_goes_nowhere() -> None:
         assert not lane._moving
 
 
+def test_a_page_that_several_blocks_want_is_not_landed() -> None:
+    """An engine may name a block twice; a row of the staging goes to one place."""
+    with doubled() as (cuda, lane_module, device_module):
+        lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
+        ids, pages = blocks.blocks[:3], blocks.offsets[[0, 1, 0]]
+        lane.bring((1, 0, 7), target, some(blocks, slice(2)))
+        twice = sort(ids, pages, page_bytes=PAGE_ALIGN, slab_bytes=SLAB)
+        landed = lane.land((1, 0, 7), twice)
+        assert landed.parts == ()
+        assert lane.start(target, landed.blocks, slice(0, 3))
+        lane.wait()
+        for block, page in zip(ids.tolist(), pages.tolist(), strict=True):
+            near, far = cuda.memory[POOL + page :], cuda.memory[ENGINE + 4096 * block :]
+            assert np.array_equal(near[:4096], far[:4096])
+
+
+def test_a_kernel_that_moves_nothing_sets_no_best_time() -> None:
+    with doubled() as (cuda, lane_module, device_module):
+        lane_module.TIMED_BYTES_MIN = 2 * PAGE_ALIGN
+        lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
+        for first, is_known in ((7, False), (6, True)):
+            lane.bring((1, 0, first), target, some(blocks, slice(8)))
+            ids, pages = blocks.blocks[first:8], blocks.offsets[first:8]
+            wanted = sort(ids, pages, page_bytes=PAGE_ALIGN, slab_bytes=SLAB)
+            cuda.kernel_s = 1e-6
+            assert lane.land((1, 0, first), wanted).parts
+            while lane._moving:
+                lane.wait()
+            assert math.isinf(lane._byte_s) is not is_known
+            assert not lane._is_busy
+
+
 def test_an_old_announcement_gives_way_to_a_new_one() -> None:
     with doubled() as (cuda, lane_module, device_module):
         lane_module.KEEP_AHEAD_S = 0.0
@@ -190,8 +222,12 @@ def test_an_old_announcement_gives_way_to_a_new_one() -> None:
 
 
 @pytest.mark.parametrize("is_over", [False, True])
-def test_the_kernels_of_what_was_brought_say_whether_the_gpu_is_busy(*, is_over: bool) -> None:
+@pytest.mark.parametrize("chosen", [0, -1])
+def test_the_kernels_of_what_was_brought_say_whether_the_gpu_is_busy(
+    *, is_over: bool, chosen: int
+) -> None:
     with doubled() as (cuda, lane_module, device_module):
+        cuda.choose = lambda count: chosen % count
         lane_module.TIMED_BYTES_MIN = 0
         lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
         for turn, cuda.kernel_s in enumerate((1e-5, 1.0)):

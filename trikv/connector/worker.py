@@ -250,7 +250,8 @@ class WorkerHalf:
                 )
         if is_idle:
             loads = [one.future for one in self._loading.values() if one.future is not None]
-            self._arrivals.wait([*loads, *self._saves.outcomes], IDLE_S)
+            if len(loads) == len(self._loading):  # else there is something to report now
+                self._arrivals.wait([*loads, *self._saves.outcomes], IDLE_S)
         self._saves.collect()
         sent = set()
         now_s = self._clock()

@@ -27,6 +27,8 @@ EVICT_BATCH: Final = 256
 
 SPARES_MAX: Final = 1_024
 
+NOWHERE: Final = 2**63 - 1
+"""A stamp that no block has."""
 SHARE: Final = 16
 """Of a shape's blocks one in so many go at most, and then other shapes' slabs are looked at again:
 behind its coldest ones may stand some that are warmer than those."""
@@ -124,22 +126,24 @@ class Room:
         """
         if self._tenants is not None:
             self._tenants.asking = self._tenants.of(space)
-        order = self.orders[shape]
+        order, others = self.orders[shape], NEVER
         while (missing := count - self.count(shape)) > 0:
             spares = self._take_spares(shape, missing)
             if len(spares):
                 self._evict(spares)
                 continue
             coldest = order.coldest()
-            if self._reclaim_slab(shape, colder_than=coldest):
-                continue
+            if coldest is None or coldest > others:
+                others = self._reclaim_slab(shape, colder_than=coldest)
+                if others == NEVER:
+                    continue
             most = max(missing, batch)
-            if self._pages.slab_count > self._pages.slabs_in_use(shape):  # others have some
+            if others < NOWHERE and isinstance(order, LeafFirstLru):
                 most = min(most, 1 + self._pages.used_slots(shape) // SHARE)
             victims = self._victims(order, most)
             if (
                 len(victims) == 0
-                and not self._reclaim_slab(shape, colder_than=None)
+                and self._reclaim_slab(shape, colder_than=None) > NEVER
                 and not self._evict_any(shape, count, batch)
             ):
                 return
@@ -238,18 +242,24 @@ class Room:
         """A request that had not been counted uses sealed blocks."""
         self.orders[shape].used(entries)
 
-    def _reclaim_slab(self, shape: ShapeId, *, colder_than: int | None) -> bool:
-        """Evict the coldest slab of another shape that nobody holds; False if there is none."""
+    def _reclaim_slab(self, shape: ShapeId, *, colder_than: int | None) -> int:
+        """Evict the coldest slab of another shape that nobody holds, if it is colder than that.
+
+        Returns:
+            `NEVER` when one was evicted; else the stamp of the coldest one that may go, `NOWHERE`
+            when there is none.
+        """
         for slab in self._pages.slabs_of_other_shapes(shape).tolist():
-            if colder_than is not None and self._pages.newest_use[slab] >= colder_than:
-                return False
+            newest = self._pages.newest_use.item(slab)
+            if colder_than is not None and newest >= colder_than:
+                return newest
             entries = self._pages.entries_in_slab(slab)
             if bool(self._blocks.evictable[entries].all()) and self._may_lose(slab, entries):
                 self._order_of_slab(slab).forget(entries)
                 self._evict(entries)
                 self._counters.reclaimed_slabs_total += 1
-                return True
-        return False
+                return NEVER
+        return NOWHERE
 
     def _may_lose(self, slab: int, entries: Entries) -> bool:
         order = self._order_of_slab(slab)

@@ -68,13 +68,15 @@ class _Moving:
         end: comes when no byte of it moves any more.
         bytes: in all.
         steps: other events of a staged chunk; none: it goes straight.
-        kernel: when its kernel could begin and when it had ended, where that is known.
+        kernel: when its kernel could begin and when it had ended, where that is timed.
+        kernel_bytes: that it moves.
     """
 
     end: gpu.Handle
     bytes: int
     steps: tuple[gpu.Handle, ...] = ()
     kernel: tuple[gpu.Handle, gpu.Handle] | None = None
+    kernel_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -224,14 +226,15 @@ class GpuLane:
         if ahead is not None and ahead.key == key and ahead.chunks:
             pages = np.concatenate([one for _, _, one in ahead.chunks])
             blocks, count = put_first(blocks, pages)
-        if ahead is None or count == 0:
+        # One page for several blocks: no row can go to two places.
+        is_twice = bool((np.diff(blocks.offsets[:count]) == 0).any())
+        if ahead is None or count == 0 or is_twice:
             self.forget()
             return Landed(blocks)
         self._ahead, parts, first = None, [], 0
         begun, last, bus_s = ahead.begun, ahead.chunks[-1][1], math.inf
         if gpu.is_over(last):
             bus_s = gpu.seconds_between(begun, last)
-            gpu.record(begun, self._bus)  # it has nothing to do: that is when kernels could begin
         for at, there, pages in ahead.chunks:
             part = slice(first, int(np.searchsorted(blocks.offsets[:count], pages[-1], "right")))
             ids, first = np.full(len(pages), -1, np.int32), part.stop
@@ -239,10 +242,12 @@ class GpuLane:
             size, is_last = len(pages) * ahead.group.pitch, there is last
             self._bytes -= size
             steps = (there, begun) if is_last else (there,)
-            end = self._events.take(is_timed=is_last)
-            moving = self._note(end, size, steps)
-            if is_last:
-                moving.kernel = (there if bus_s == math.inf else begun, moving.end)
+            moving = self._note(self._events.take(is_timed=is_last), size, steps)
+            if is_last:  # behind all bytes, and not before now: that is when its kernel can begin
+                gpu.record(begun, self._bus)
+                gpu.wait_in(self._cores, begun)
+                moving.kernel = (begun, moving.end)
+                moving.kernel_bytes = (part.stop - part.start) * ahead.group.pitch
             self._scatter(_Landing(moving, there, ahead.group, ids, self.staging.address + at))
             parts.append(part)
         return Landed(blocks, parts, ahead.since_s, bus_s)
@@ -266,7 +271,7 @@ class GpuLane:
             self._scatter_bunch()
         gpu.wait(moving.end)
         if moving.kernel is not None:
-            self._note_kernel(gpu.seconds_between(*moving.kernel), moving.bytes)
+            self._note_kernel(gpu.seconds_between(*moving.kernel), moving.kernel_bytes)
         self._events.put_away(moving.end, *moving.steps)
         self._bytes -= moving.bytes
         if moving.steps:
@@ -294,7 +299,8 @@ class GpuLane:
         """How long after it could begin a kernel had ended."""
         if size >= TIMED_BYTES_MIN and took_s > 0:
             self._byte_s = min(self._byte_s, took_s / size)
-        if took_s > self._late_s + 2 * min(self._byte_s, took_s / size) * size:
+        best_s = took_s if math.isinf(self._byte_s) else self._byte_s * size
+        if took_s > self._late_s + 2 * best_s:
             self._late_at_s = time.perf_counter()
             self._busy_until_s = max(self._busy_until_s, self._late_at_s + BUSY_S)
 
@@ -387,5 +393,5 @@ class GpuLane:
     ) -> _Moving:
         """A chunk is under way, behind all others."""
         self._bytes += size
-        self._moving.append(_Moving(end, size, steps, kernel))
+        self._moving.append(_Moving(end, size, steps, kernel, size))
         return self._moving[-1]
