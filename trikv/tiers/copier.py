@@ -12,7 +12,6 @@ the way is the end of the process: the daemon hears why, sees it dead, and start
 import contextlib
 import ctypes
 import os
-import select
 import signal
 import socket
 import threading
@@ -45,8 +44,8 @@ ALIVE_S: Final = 1.0
 AWAKE_S: Final = 0.002 if processors.count() >= 8 else 0.0  # noqa: PLR2004
 """So long a copy that is about to come is waited for without sleep: to wake up, with cold caches,
 takes as long as a chunk's first step. Not on a small host: an engine needs its processors."""
-POLL_S: Final = 0.0005
-"""How often a save looks whether the engine's work before it is over."""
+POLL_S: Final = 0.001
+"""How often a save looks whether the engine's work before it is over; sockets count in whole ms."""
 READ_BYTES: Final = 1 << 20
 PR_SET_PDEATHSIG: Final = 1
 EXIT_FAILED: Final = 3
@@ -162,10 +161,12 @@ class Work:
 
     def _take_orders(self) -> bool:
         """Take what has come; with nothing to do, wait for it. False: nothing will come."""
-        is_awake = self._moving or time.perf_counter() < self._soon_until_s
-        if self._waiting and not is_awake:  # a save that waits for its engine is looked at again
-            select.select((self._sock,), (), (), POLL_S)  # a socket's own timeout counts in ms
-        self._sock.settimeout(0 if is_awake or self._waiting else None)
+        if self._moving or time.perf_counter() < self._soon_until_s:
+            self._sock.settimeout(0)
+        elif self._waiting:  # a save that waits for its engine is looked at again
+            self._sock.settimeout(POLL_S)
+        else:
+            self._sock.settimeout(None)
         try:
             data = self._sock.recv(READ_BYTES)
         except (BlockingIOError, TimeoutError):
@@ -347,13 +348,6 @@ def die_with(parent: int) -> None:
         os._exit(0)  # it has ended already
 
 
-def _low(descriptor: int) -> socket.socket:
-    """A socket under the lowest number that is free: `select` takes none above 1,023."""
-    low = os.dup(descriptor)
-    os.close(descriptor)
-    return socket.socket(fileno=low)
-
-
 def serve(open_device: Callable[[], Device], descriptors: Sequence[int], parent: int) -> None:
     """Be a copier until the daemon closes the sockets or ends.
 
@@ -364,7 +358,7 @@ def serve(open_device: Callable[[], Device], descriptors: Sequence[int], parent:
     """
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the daemon's to handle
-    socks = Sockets(*(_low(one) for one in descriptors))
+    socks = Sockets(*(socket.socket(fileno=one) for one in descriptors))
     try:
         copier = Copier(open_device(), socks)
     except Exception as error:  # noqa: BLE001  # the daemon logs it, in its own format
