@@ -36,8 +36,9 @@ CHUNK_BYTES: Final = 32 << 20
 CHUNK_BYTES_DIRECT: Final = 16 << 20
 CHUNKS_MIN: Final = 4
 """So many chunks fit into the staging, at least."""
-LATE_S: Final = 0.0003
-"""A kernel that takes so much more than twice its best time waited for the GPU's other users."""
+LATE_S: Final = 0.0008
+"""A kernel that takes so much more than twice its best time waited for the GPU's other users. More
+than another thread of ours may have the interpreter between two calls: `SWITCH_S` of `device`."""
 TIMED_BYTES_MIN: Final = 1 << 20
 TIMED_EACH: Final = 8
 BUSY_S: Final = 1.0
