@@ -10,7 +10,19 @@ from tests.integration.fake_gpu_daemon import PAGE, Gpu, Rank, fill, running, un
 from trikv.core.calls import Query
 from trikv.core.layout import Piece
 from trikv.core.words import RequestId
+from trikv.nursery.serve import Daemon
 from trikv.wire import hashes_to_words
+
+NAMES = list("abcdefgh")
+
+
+async def saved(daemon: Daemon) -> Rank:
+    """A rank whose blocks 0 to 7 are saved."""
+    rank = Rank(daemon)
+    await rank.attach()
+    fill(rank)
+    assert await rank.save(NAMES, range(8)) == 8
+    return rank
 
 
 async def test_a_copier_that_sleeps_is_told_of_what_comes(gpu: Gpu) -> None:
@@ -34,17 +46,13 @@ async def test_a_copier_that_sleeps_is_told_of_what_comes(gpu: Gpu) -> None:
 
 async def test_a_load_is_begun_before_its_blocks_are_known(gpu: Gpu) -> None:
     """Of an engine that computes nothing else; all of it, or what is wanted of it."""
-    names = list("abcdefgh")
     async with running(gpu) as daemon:
-        rank = Rank(daemon)
-        await rank.attach()
-        fill(rank)
-        assert await rank.save(names, range(8)) == 8
+        rank = await saved(daemon)
         for turn, first in enumerate((0, 3, 7), 1):
-            hits, lease = rank.query(names, f"q{turn}", is_alone=True)
+            hits, lease = rank.query(NAMES, f"q{turn}", is_alone=True)
             assert hits == 8
             await until(lambda: gpu.control[fake_gpu.BROUGHT] == turn)  # noqa: B023  # called now
-            rank.query(names, f"q{turn}", is_alone=True)  # renewed: not brought again
+            rank.query(NAMES, f"q{turn}", is_alone=True)  # renewed: not brought again
             targets = range(10 * turn + first, 10 * turn + 8)
             assert await rank.load_leased(lease, targets, first=first) == []
             assert [rank.block(one) for one in targets] == [rank.block(n) for n in range(first, 8)]
@@ -92,22 +100,18 @@ async def test_a_rank_whose_loads_may_go_by_sections_is_only_told(gpu: Gpu) -> N
 async def test_the_last_pages_are_brought(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first ones an engine may have itself; and none while more is coming."""
     monkeypatch.setattr("trikv.nursery.ahead.AHEAD_BYTES", 3 * PAGE)
-    names = list("abcdefgh")
     async with running(gpu) as daemon:
-        rank = Rank(daemon)
-        await rank.attach()
-        fill(rank)
-        assert await rank.save(names, range(8)) == 8
-        _, lease = rank.query(names, "q1", is_alone=True)
+        rank = await saved(daemon)
+        _, lease = rank.query(NAMES, "q1", is_alone=True)
         await until(lambda: gpu.control[fake_gpu.BROUGHT] == 1)
         assert await rank.load_leased(lease, range(20, 25)) == []
         assert gpu.control[fake_gpu.LANDED] == 0
-        _, lease = rank.query(names, "q2", is_alone=True)
+        _, lease = rank.query(NAMES, "q2", is_alone=True)
         await until(lambda: gpu.control[fake_gpu.BROUGHT] == 2)
         assert await rank.load_leased(lease, range(30, 33), first=5) == []
         assert gpu.control[fake_gpu.LANDED] == 1
         assert [rank.block(30 + n) for n in range(3)] == [rank.block(5 + n) for n in range(3)]
-        call = Query(RequestId("q3"), 0, hashes_to_words(hashes(*names), 32), is_alone=True)
+        call = Query(RequestId("q3"), 0, hashes_to_words(hashes(*NAMES), 32), is_alone=True)
         answer = daemon.service.query(rank.session, call)
         daemon.service.expect_load(rank.session, call, replace(answer, coming_count=1))
         assert await rank.load_leased(answer.lease, range(40, 48)) == []

@@ -233,13 +233,12 @@ class SchedulerHalf:
         if not self._policy.saves or not self._forgetting.is_ready():
             return []
         jobs: list[SaveJob] = []
+        is_alone = len(output.num_scheduled_tokens) == 1  # maybe nothing comes after it
         for request_id, scheduled in output.num_scheduled_tokens.items():
             track = self._tracks.get(request_id)
             if track is not None and track.is_cacheable:
                 end = (computed.get(request_id, 0) + scheduled) // self._policy.block_tokens
-                jobs.extend(self._save(track, end))
-        if len(output.num_scheduled_tokens) == 1:  # maybe nothing comes after it
-            jobs = [replace(job, is_alone=True) for job in jobs]
+                jobs.extend(self._save(track, end, is_alone=is_alone))
         return jobs
 
     def _set_blocks(self, request_id: str, blocks: Iterable[int], *, is_all: bool) -> None:
@@ -251,7 +250,7 @@ class SchedulerHalf:
         else:
             track.blocks.extend(blocks)
 
-    def _save(self, track: Track, end: int) -> list[SaveJob]:
+    def _save(self, track: Track, end: int, *, is_alone: bool) -> list[SaveJob]:
         """Saves of the blocks before `end` that are hashed and were not given yet.
 
         Hashes cover confirmed tokens only, so with asynchronous scheduling or speculation they lag:
@@ -278,6 +277,7 @@ class SchedulerHalf:
                 hash_bytes=len(hashes[first]),
                 hashes=track.hashes_of(first, last),
                 blocks=blocks[ID_BYTES * (first - start) : ID_BYTES * (last - start)],
+                is_alone=is_alone,
             )
             track.saving[job.number] = self._policy.rank_count
             self._savers[job.number] = track

@@ -190,9 +190,7 @@ class GpuLane:
         if self._bytes and under_way > DIRECT_WINDOW_BYTES and not is_bridge:
             return False
         self._moves.pieces(group, ids, offsets)
-        end = self._events.take()
-        gpu.record(end, self._bus)
-        self._note(end, len(ids) * group.page_bytes)
+        self._note(self._mark(self._bus), len(ids) * group.page_bytes)
         return True
 
     def bring(self, key: Key, target: Target, blocks: Sorted) -> None:
@@ -205,8 +203,7 @@ class GpuLane:
         self.forget()
         if self._is_busy or not self.staging.fits(group.pitch):
             return
-        begun = self._events.take(is_timed=True)
-        gpu.record(begun, self._bus)
+        begun = self._mark(self._bus, is_timed=True)
         ahead = self._ahead = _Ahead(key, group, begun, now_s)
         while end < len(blocks.offsets):
             part = self.next_part(target, end, len(blocks.offsets), end)
@@ -216,20 +213,20 @@ class GpuLane:
                 break
             self._device.register_slabs(offsets)
             self._moves.pages(group, offsets, blocks.heads[part], self.staging.address + at)
-            there = self._events.take(is_timed=True)
-            gpu.record(there, self._bus)
-            ahead.chunks.append((at, there, offsets))
+            ahead.chunks.append((at, self._mark(self._bus, is_timed=True), offsets))
             self._bytes += len(offsets) * group.pitch
 
     def land(self, key: Key, blocks: Sorted) -> Landed:
         """See `Lane`. A page that the load does not want goes nowhere."""
         ahead, count = self._ahead, 0
-        if ahead is not None and ahead.key == key and ahead.chunks:
+        if ahead is None:
+            return Landed(blocks)
+        if ahead.key == key and ahead.chunks:
             pages = np.concatenate([one for _, _, one in ahead.chunks])
             blocks, count = put_first(blocks, pages)
         # One page for several blocks: no row can go to two places.
         is_twice = bool((np.diff(blocks.offsets[:count]) == 0).any())
-        if ahead is None or count == 0 or is_twice:
+        if count == 0 or is_twice:
             self.forget()
             return Landed(blocks)
         self._ahead, parts, first = None, [], 0
@@ -317,8 +314,7 @@ class GpuLane:
             return
         while self._landing:
             self._scatter(self._landing.popleft())
-        behind = self._events.take()
-        gpu.record(behind, self._bus)
+        behind = self._mark(self._bus)
         gpu.wait_in(self._cores, behind)
         self._events.put_away(behind)  # recorded again later: the wait is for this record
         gpu.write_word(first + 4 * (number - 1), value, self._cores)
@@ -338,33 +334,37 @@ class GpuLane:
         if at is None:
             return False
         where, is_timed = self.staging.address + at, self._is_turn_to_time()
-        between = self._events.take(is_timed=is_timed)
         if self._into_engine:
-            end = self._events.take(is_timed=is_timed)
+            is_timed = is_timed and not is_busy  # else it is launched later, and timed by us
             self._moves.pages(group, offsets, heads, where)
-            gpu.record(between, self._bus)
-            moving = self._note(end, size, (between,), (between, end) if is_timed else None)
-            landing = _Landing(moving, between, group, ids, where)
+            there = self._mark(self._bus, is_timed=is_timed)
+            end = self._events.take(is_timed=is_timed)
+            moving = self._note(end, size, (there,), (there, end) if is_timed else None)
+            landing = _Landing(moving, there, group, ids, where)
             if is_busy:
-                moving.kernel = None  # it is launched later
                 self._landing.append(landing)
             else:
                 self._scatter(landing)
             return True
-        steps: tuple[gpu.Handle, ...] = (between,)
-        kernel, end = None, self._events.take()
-        if is_timed:
-            begun = self._events.take(is_timed=True)
-            gpu.record(begun, self._bus)
+        begun = self._mark(self._bus, is_timed=True) if is_timed else None
+        if begun is not None:
             gpu.wait_in(self._cores, begun)
-            steps, kernel = (between, begun), (begun, between)
         self._moves.kernel(group, ids, where)
-        gpu.record(between, self._cores)
+        between = self._mark(self._cores, is_timed=is_timed)
         gpu.wait_in(self._bus, between)
         self._moves.pages(group, offsets, heads, where)
-        gpu.record(end, self._bus)
-        self._note(end, size, steps, kernel)
+        end = self._mark(self._bus)
+        if begun is None:
+            self._note(end, size, (between,))
+        else:
+            self._note(end, size, (between, begun), (begun, between))
         return True
+
+    def _mark(self, stream: gpu.Handle, *, is_timed: bool = False) -> gpu.Handle:
+        """An event that comes when what is in a stream now is done."""
+        event = self._events.take(is_timed=is_timed)
+        gpu.record(event, stream)
+        return event
 
     def _is_turn_to_time(self) -> bool:
         """Whether this chunk's kernel is timed: it costs the bus a pause. The first, and some more.
