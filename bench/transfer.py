@@ -43,7 +43,7 @@ POOL = "12gb"
 TARGETS = {512: 0.97, 128: 0.92}  # MiB and more: ratio to one large copy
 PEER_TARGETS = {"block outermost": 1.05, "K and V apart": 3.0}
 """By layouts that PegaFlow knows: ratio to its default way."""
-LOADED_S, LOADED_TURNS = 0.5, 4
+LOADED_S, LOADED_TURNS = 0.5, 7
 BEGUN_S = 0.1
 
 
@@ -158,6 +158,7 @@ def lines_of(times: Times, case: str, size: int, target: float | None) -> Iterat
         yield Line(case, f"{name} with its call", speed, "GB/s", None, ceiling, more_is_better=True)
         call_us = (statistics.median(taken) - copied) * 1e6
         yield Line(case, f"{name}: the call", call_us, "us")
+        yield Line(case, f"{name}: the slowest", max(taken) * 1e6, "us")
     behind = size / statistics.median(times.behind) / 1e9
     yield Line(case, "save behind a forward", behind, "GB/s")
     if times.behind_peer:

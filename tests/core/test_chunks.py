@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from trikv.core.chunks import (
     AGING_BYTES_S,
     Ring,
-    bridge_blocks,
     chunk_blocks,
     cut,
     next_copy,
@@ -21,6 +20,7 @@ from trikv.core.chunks import (
     piece_runs,
     put_first,
     sort,
+    tail_blocks,
     tall_runs,
 )
 
@@ -57,19 +57,21 @@ def test_some_pages_are_put_first_and_runs_do_not_reach_over_the_seam(
 @pytest.mark.parametrize(
     ("count", "page_bytes", "pieces", "wanted"),
     [
-        (500, 72 << 15, 72, 2048 // 72),  # Qwen3-8B, K and V apart: pieces of 32 KiB
-        (500, 61 * 73_728, 61, (64 << 20) // (61 * 73_728)),  # MLA: 72 KiB
-        (9, 72 << 15, 72, 2),  # of a small copy a quarter
-        (500, 72 << 13, 72, 28),
-        (500, (72 << 13) - 1, 72, 0),  # too small for the bus
-        (500, 64 << 20, 1, 1),
-        (500, (64 << 20) + 1, 1, 0),
+        (500, 72 << 15, 72, (2048 // 72, True)),  # Qwen3-8B, K and V apart: pieces of 32 KiB
+        (500, 61 * 73_728, 61, ((64 << 20) // (61 * 73_728), True)),  # MLA: 72 KiB
+        (9, 72 << 15, 72, (2, True)),  # of a small copy a quarter
+        (500, 72 << 13, 72, (28, True)),
+        (500, (72 << 13) - 1, 72, ((32 << 20) // ((72 << 13) - 1), False)),  # small for the bus
+        (500, 61 * 64 * 1152, 61 * 64, (7, False)),  # MLA with padded rows
+        (9, 61 * 64 * 1152, 61 * 64, (2, False)),
+        (500, 64 << 20, 1, (1, True)),
+        (500, (64 << 20) + 1, 1, (0, True)),
     ],
 )
-def test_a_bridge_is_what_the_bus_moves_while_a_kernel_waits(
-    *, count: int, page_bytes: int, pieces: int, wanted: int
+def test_a_load_s_tail_is_what_the_bus_moves_while_kernels_wait(
+    *, count: int, page_bytes: int, pieces: int, wanted: tuple[int, bool]
 ) -> None:
-    assert bridge_blocks(count, page_bytes=page_bytes, pieces=pieces) == wanted
+    assert tail_blocks(count, page_bytes=page_bytes, pieces=pieces) == wanted
 
 
 @given(count=st.integers(1, 500), chunk_pages=st.integers(0, 40))

@@ -121,7 +121,7 @@ class FakeLane:
         if ahead is None or ahead[0] != key:
             return Landed(blocks)
         _, target, pages = ahead
-        blocks, count = put_first(blocks, np.array(list(pages), np.int64))
+        blocks, count = put_first(blocks, np.array(sorted(pages), np.int64))
         if count == 0:
             return Landed(blocks)
         wanted = list(zip(blocks.blocks.tolist(), blocks.offsets.tolist(), strict=True))[:count]
@@ -140,6 +140,9 @@ class FakeLane:
 
     def rehearse(self) -> None:
         self.control[REHEARSALS] = min(255, self.control[REHEARSALS] + 1)
+
+    def rest(self) -> None:
+        """It has no memory of its own."""
 
     def next_part(self, target: Any, begin: int, count: int, before: int) -> slice:
         size = chunk_blocks(before, page_bytes=target.block_bytes, chunk_bytes=CHUNK_BYTES)

@@ -174,7 +174,7 @@ def doubled() -> Iterator[tuple[Cuda, Any, Any]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, "trikv.tiers.gpu", double)
         patched.setattr(tiers, "gpu", double, raising=False)
-        for name in ("staging", "events", "moves", "lane", "rehearsals", "device"):
+        for name in ("staging", "events", "busy", "moves", "lane", "rehearsals", "device"):
             patched.delitem(sys.modules, f"trikv.tiers.{name}", raising=False)
             patched.setattr(tiers, name, None, raising=False)
         try:
@@ -183,7 +183,7 @@ def doubled() -> Iterator[tuple[Cuda, Any, Any]]:
             patched.setattr("trikv.tiers.moves.TALL_PAGES", TALL_PAGES)
             yield double, lane, import_module("trikv.tiers.device")
         finally:
-            for name in ("staging", "events", "moves", "lane", "rehearsals", "device"):
+            for name in ("staging", "events", "busy", "moves", "lane", "rehearsals", "device"):
                 sys.modules.pop(f"trikv.tiers.{name}", None)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import math
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,11 @@ def _lane(cuda: Cuda, lane_module: Any, device_module: Any, *, into_engine: bool
     return lane, target, blocks
 
 
+def busy_of(lane_module: Any) -> Any:
+    """The module that decides whether its GPU is busy."""
+    return sys.modules[lane_module.Busy.__module__]
+
+
 def _busy_lane(cuda: Cuda, lane_module: Any, device_module: Any, *, into_engine: bool) -> Any:
     """The same, and what begins a chunk of one block."""
     lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=into_engine)
@@ -51,21 +57,25 @@ def _busy_lane(cuda: Cuda, lane_module: Any, device_module: Any, *, into_engine:
 
 
 @pytest.mark.parametrize("into_engine", [False, True])
-@pytest.mark.parametrize("bridge", [0, 3])
-def test_a_busy_gpu_has_a_kernel_for_half_of_the_staging(*, into_engine: bool, bridge: int) -> None:
+@pytest.mark.parametrize("tail", [(0, False), (3, True), (3, False)])
+def test_a_busy_gpu_has_a_kernel_for_half_of_the_staging(
+    *, into_engine: bool, tail: tuple[int, bool]
+) -> None:
     """Each change between two processes costs the engine; the bus goes on while one is waited for.
 
-    By a bridge of pieces, the last of a load; whose kernels come at once when no more is to come.
+    With the last of a load: a bridge of pieces, or a chunk whose bytes its kernel waits for on the
+    GPU. All kernels come at once when no more is to come.
     """
     with doubled() as (cuda, lane_module, device_module):
         made = _lane(cuda, lane_module, device_module, into_engine=into_engine)
         (lane, target, blocks), launch = made, cuda.launch
-        lane._busy_until_s = math.inf
-        lane_module.bridge_blocks = lambda *_, **__: bridge
+        lane.busy.until_s = math.inf
+        lane_module.tail_blocks = lambda *_, **__: tail
+        lane_module.TAIL_BYTES = 0 if tail[1] else tail[0] * PAGE_ALIGN
         rows: list[int] = []
 
         def count(*args: Any) -> None:
-            if into_engine:  # it does not wait for its bytes on the GPU
+            if into_engine and len(rows) < 4:  # it does not wait for its bytes on the GPU
                 pointers = (ctypes.c_uint64 * 8).from_address(args[-1])
                 staging = ctypes.c_uint64.from_address(pointers[4]).value
                 page = POOL + ctypes.c_int32.from_address(pointers[7]).value * 2 * PAGE_ALIGN
@@ -90,9 +100,9 @@ def test_a_busy_gpu_has_a_kernel_for_half_of_the_staging(*, into_engine: bool, b
             lane.wait()
             bunches.append(len(rows) - before)
         if into_engine:
-            assert [one for one in bunches if one] == [1, 1, 2]
-        if bridge and into_engine:
-            assert (rows, parts) == ([4, 4, 4, 1], [4, 4, 4, 1, bridge])
+            assert [one for one in bunches if one] == [1, 1, 3 if tail == (3, False) else 2]
+            assert parts == [4, 4, 4, 1, 3] if tail[0] else [4, 4, 4, 4]
+            assert rows == (parts[:4] if tail[1] else parts)
         else:
             assert rows == parts == [4, 4, 4, 4]
 
@@ -107,13 +117,14 @@ def test_no_more_is_under_way_on_a_free_gpu_than_a_small_copy_may_wait_for(
         assert [begin(at) for at in range(4)] == [True, True, True, False]
         lane.wait()
         assert begin(3)
-        lane._busy_until_s = math.inf  # then there is to be all that the staging can have
+        lane.busy.until_s = math.inf  # then there is to be all that the staging can have
         for _ in range(3):
             lane.wait()
+            lane.rest()
         assert [begin(at) for at in range(9)] == 8 * [True] + [False]
         for _ in range(8):
             lane.wait()
-        lane._busy_until_s = -math.inf
+        lane.busy.until_s = -math.inf
         assert [begin(at) for at in range(4)] == [True, True, True, False]
 
 
@@ -196,7 +207,7 @@ def test_a_page_that_several_blocks_want_is_not_landed() -> None:
 
 def test_a_kernel_that_moves_nothing_sets_no_best_time() -> None:
     with doubled() as (cuda, lane_module, device_module):
-        lane_module.TIMED_BYTES_MIN = 2 * PAGE_ALIGN
+        busy_of(lane_module).TIMED_BYTES_MIN = 2 * PAGE_ALIGN
         lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
         for first, is_known in ((7, False), (6, True)):
             lane.bring((1, 0, first), target, some(blocks, slice(8)))
@@ -206,8 +217,8 @@ def test_a_kernel_that_moves_nothing_sets_no_best_time() -> None:
             assert lane.land((1, 0, first), wanted).parts
             while lane._moving:
                 lane.wait()
-            assert math.isinf(lane._byte_s) is not is_known
-            assert not lane._is_busy
+            assert math.isinf(lane.busy.byte_s) is not is_known
+            assert not lane.busy.is_now
 
 
 def test_an_old_announcement_gives_way_to_a_new_one() -> None:
@@ -228,7 +239,7 @@ def test_the_kernels_of_what_was_brought_say_whether_the_gpu_is_busy(
 ) -> None:
     with doubled() as (cuda, lane_module, device_module):
         cuda.choose = lambda count: chosen % count
-        lane_module.TIMED_BYTES_MIN = 0
+        busy_of(lane_module).TIMED_BYTES_MIN = 0
         lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
         for turn, cuda.kernel_s in enumerate((1e-5, 1.0)):
             lane.bring((1, 0, turn), target, some(blocks, slice(8)))
@@ -236,15 +247,15 @@ def test_the_kernels_of_what_was_brought_say_whether_the_gpu_is_busy(
                 cuda.go_on()
             assert lane.land((1, 0, turn), blocks).parts
             while lane._moving:
-                assert not lane._is_busy
+                assert not lane.busy.is_now
                 lane.wait()
-        assert lane._is_busy
+        assert lane.busy.is_now
 
 
 def test_nothing_is_brought_to_a_busy_gpu_nor_without_staging() -> None:
     with doubled() as (cuda, lane_module, device_module):
         lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
-        lane._busy_until_s = math.inf
+        lane.busy.until_s = math.inf
         lane.bring((1, 0, 7), target, blocks)
         small = lane_module.GpuLane(Owner(PAGE_ALIGN - 1), into_engine=True)
         small.bring((1, 0, 7), target, blocks)
@@ -275,9 +286,9 @@ def test_a_gpu_is_busy_where_a_kernel_is_late(*, into_engine: bool) -> None:
     """And not where this thread is late, or the bus slow: only the GPU's own clock is asked."""
     with doubled() as (cuda, lane_module, device_module):
         lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=into_engine)
-        lane_module.TIMED_BYTES_MIN = 0
+        busy_of(lane_module).TIMED_BYTES_MIN = 0
         cuda.kernel_s = best_s = 1e-5
-        late_s = lane_module.LATE_S + 2 * best_s
+        late_s = busy_of(lane_module).LATE_S + 2 * best_s
         for cuda.kernel_s, is_busy in (
             (best_s, False),
             (0.99 * late_s, False),
@@ -285,15 +296,15 @@ def test_a_gpu_is_busy_where_a_kernel_is_late(*, into_engine: bool) -> None:
         ):
             assert begin(0)
             lane.wait()
-            assert lane._is_busy is is_busy
+            assert lane.busy.is_now is is_busy
 
 
 def test_a_busy_gpu_counts_as_busy_as_long_as_chunks_follow_each_other() -> None:
     """Not all of them are timed then; but not for ever, and not once there was a pause."""
     with doubled() as (cuda, lane_module, device_module):
         now_s = [100.0]
-        lane_module.time = SimpleNamespace(perf_counter=lambda: now_s[0])
-        lane_module.TIMED_BYTES_MIN = 0
+        busy_of(lane_module).time = SimpleNamespace(perf_counter=lambda: now_s[0])
+        busy_of(lane_module).TIMED_BYTES_MIN = 0
         lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=False)
         cuda.kernel_s = 1e-5
         assert begin(0)
@@ -304,26 +315,26 @@ def test_a_busy_gpu_counts_as_busy_as_long_as_chunks_follow_each_other() -> None
         lane.wait()
         cuda.kernel_s = 1e-5
         for _ in range(100):
-            if lane._is_busy:
+            if lane.busy.is_now:
                 assert begin(3)
-                now_s[0] += 0.9 * lane_module.BUSY_S
+                now_s[0] += 0.9 * busy_of(lane_module).BUSY_S
                 lane.wait()
-        assert 0 <= now_s[0] - 100 - lane_module.BUSY_S_MAX <= lane_module.BUSY_S
+        assert 0 <= now_s[0] - 100 - busy_of(lane_module).BUSY_S_MAX <= busy_of(lane_module).BUSY_S
         lane.wait()
-        lane._late_at_s, lane._busy_until_s = now_s[0], now_s[0] + lane_module.BUSY_S
-        now_s[0] += 1.1 * lane_module.BUSY_S
+        lane.busy.late_at_s, lane.busy.until_s = now_s[0], now_s[0] + busy_of(lane_module).BUSY_S
+        now_s[0] += 1.1 * busy_of(lane_module).BUSY_S
         assert begin(4)
         assert begin(5)
         lane.wait()
-        assert not lane._is_busy
+        assert not lane.busy.is_now
 
 
 def test_a_save_that_fits_needs_one_kernel_of_a_busy_gpu() -> None:
     for into_engine in (False, True):
         with doubled() as (cuda, lane_module, device_module):
             lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=into_engine)
-            lane._busy_until_s = math.inf
-            lane_module.bridge_blocks = lambda *_, **__: 0
+            lane.busy.until_s = math.inf
+            lane_module.tail_blocks = lambda *_, **__: (0, False)
             lane.staging.make()
             assert lane.next_part(target, 0, 8, 0) == slice(0, 4 if into_engine else 8)
             assert lane.next_part(target, 0, 9, 0) == slice(0, 4)
@@ -335,14 +346,14 @@ def test_a_save_s_kernel_is_timed_while_the_bus_has_nothing_to_do() -> None:
     """Else the event before it comes behind other chunks' bytes, and says nothing."""
     with doubled() as (cuda, lane_module, device_module):
         lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=False)
-        lane_module.TIMED_BYTES_MIN = 0
+        busy_of(lane_module).TIMED_BYTES_MIN = 0
         cuda.kernel_s = 1e-5
         assert begin(0)
         assert begin(1)
         lane.wait()
         cuda.kernel_s = 1.0
         lane.wait()
-        assert not lane._is_busy
+        assert not lane.busy.is_now
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
@@ -352,7 +363,7 @@ def test_staging_grows_after_a_copy_of_a_busy_gpu(*, is_busy: bool, is_given: bo
     with doubled() as (cuda, lane_module, device_module):
         lane_module.WINDOW_BYTES = 2 * PAGE_ALIGN
         lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=True)
-        lane._busy_until_s = math.inf if is_busy else -math.inf
+        lane.busy.until_s = math.inf if is_busy else -math.inf
         allocate, freed = cuda.allocate, []
         cuda.free = freed.append  # type: ignore[method-assign]
         assert begin(0)
@@ -361,8 +372,10 @@ def test_staging_grows_after_a_copy_of_a_busy_gpu(*, is_busy: bool, is_given: bo
         most = END if is_given else 2 * PAGE_ALIGN  # as much as there is already is no gain
         cuda.allocate = lambda n: allocate(n) if n <= most else None  # type: ignore[method-assign]
         lane.wait()
-        assert lane.staging.ring.size == 2 * PAGE_ALIGN
+        lane.rest()  # a chunk is under way
         lane.wait()
+        assert lane.staging.ring.size == 2 * PAGE_ALIGN
+        lane.rest()
         assert lane.staging.ring.size == (8 if is_busy and is_given else 2) * PAGE_ALIGN
         assert freed == ([first] if is_busy and is_given else [])
         assert lane.staging._is_short is (is_busy and not is_given)

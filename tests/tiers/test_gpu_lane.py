@@ -105,8 +105,10 @@ def test_every_byte_of_groups_and_sections(
     is_ordered = data.draw(st.sampled_from([True, True, False]))
     order = order_of(ids, places, into_engine=into_engine, is_ordered=is_ordered)
     with doubled() as (cuda, lane_module, device_module):
-        bridge = data.draw(st.integers(0, len(pages)))
-        lane_module.bridge_blocks = lambda *_, **__: bridge
+        tail = data.draw(st.integers(0, len(pages))), data.draw(st.booleans())
+        lane_module.tail_blocks = lambda *_, **__: tail
+        lane_module.TAIL_BYTES = data.draw(st.sampled_from([0, pitch, math.inf]))
+        lane_module.HEAD_BYTES = data.draw(st.sampled_from([0, pitch, 3 * pitch]))
         cuda.choose = lambda count: data.draw(st.integers(0, count - 1))
         cuda.memory[:] = np.random.default_rng(len(pages)).integers(0, 256, END, np.uint8)
         cuda.memory[WORD : WORD + 4] = 0
@@ -118,7 +120,7 @@ def test_every_byte_of_groups_and_sections(
         )
         mapped = lane_module.GpuMemory((), (), (group,), SLAB, WORD)
         lane = lane_module.GpuLane(Owner(staging_bytes), into_engine=into_engine)
-        lane._busy_until_s = math.inf if is_busy else -math.inf
+        lane.busy.until_s = math.inf if is_busy else -math.inf
         blocks, targets = mapped.sort(order), mapped.targets(order)
         assert len(targets) == (len(cuts) if order.is_ordered else 1)
         moving = 0
@@ -196,7 +198,7 @@ def test_a_rehearsal_goes_the_whole_way_and_touches_nobody_s_memory(*, into_engi
             while any(cuda.streams):
                 cuda.go_on()
         assert np.array_equal(cuda.memory[:FREE], before)
-        lane._busy_until_s = math.inf
+        lane.busy.until_s = math.inf
         lane.rehearse()
         assert launched == [3]
         assert not lane._moving

@@ -110,6 +110,15 @@ class Loads:
             self.ended[number] = read_ended(body)[0]
 
 
+def shorten(lane_module: Any, data: st.DataObject) -> None:
+    """Copies of a few pages have all that large ones have."""
+    is_bridge = data.draw(st.booleans())
+    lane_module.tail_blocks = lambda count, **_: (count // 2, is_bridge)
+    lane_module.TAIL_BYTES = data.draw(st.sampled_from([0, PITCH, math.inf]))
+    lane_module.CHUNK_BYTES = 2 * PITCH
+    lane_module.DIRECT_WINDOW_BYTES = lane_module.WINDOW_BYTES = 4 * PITCH
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     counts=st.lists(st.integers(1, 6), min_size=1, max_size=4),
@@ -123,9 +132,7 @@ def test_words_and_reports_are_true_and_every_load_ends(
     """Some are announced: before others, with more pages than they want, or never come."""
     with contextlib.ExitStack() as stack:
         cuda, lane_module, device_module = stack.enter_context(doubled())
-        lane_module.bridge_blocks = lambda count, **_: count // 2
-        lane_module.CHUNK_BYTES = 2 * PITCH
-        lane_module.DIRECT_WINDOW_BYTES = lane_module.WINDOW_BYTES = 4 * PITCH
+        shorten(lane_module, data)
         cuda.choose = lambda count: data.draw(st.integers(0, count - 1))
         cuda.memory[:] = np.random.default_rng(1).integers(0, 256, END, np.uint8)
         cuda.memory[WORD : WORD + 16] = 0
@@ -155,7 +162,7 @@ def test_words_and_reports_are_true_and_every_load_ends(
                 more = data.draw(st.sets(st.sampled_from(pages), min_size=not places))
                 loads.announce([PITCH * one for one in {*places, *more}], lease)
             elif what == "busy":
-                lane._busy_until_s = data.draw(st.sampled_from([math.inf, -math.inf]))
+                lane.busy.until_s = data.draw(st.sampled_from([math.inf, -math.inf]))
             elif what == "stop" and loads.orders:
                 number = data.draw(st.sampled_from(sorted(loads.orders)))
                 if data.draw(st.integers(0, 3)) == 0:

@@ -8,7 +8,6 @@ This file does not know connections, memory, tasks, clocks or logs.
 import itertools
 
 import numpy as np
-import numpy.ma  # np.unique loads it when first used: 50 ms in the midst of a call
 from numpy.typing import NDArray
 
 from trikv.core.banks import WHOLE, Parts

@@ -21,6 +21,8 @@ BRIDGE_BYTES: Final = 64 << 20
 BRIDGE_PIECES: Final = 2048
 BRIDGE_PIECE_BYTES: Final = 8 << 10
 """The bus takes a request in a microsecond: smaller pieces leave it idle most of that time."""
+TAIL_BYTES: Final = 32 << 20
+"""Of smaller pieces, which go by a kernel: what the bus brings in a part of that time."""
 
 _ZERO: Final = np.zeros(1, np.int64)
 
@@ -70,9 +72,10 @@ def put_first(blocks: Sorted, pages: Offsets) -> tuple[Sorted, int]:
 
     Args:
         blocks: of one copy.
-        pages: in the pool; some may be of no block.
+        pages: in the pool, ascending; some may be of no block.
     """
-    is_first = np.isin(blocks.offsets, pages)
+    begin, end = (np.searchsorted(pages, blocks.offsets, side) for side in ("left", "right"))
+    is_first = begin < end
     at = np.concatenate((np.flatnonzero(is_first), np.flatnonzero(~is_first)))
     heads = blocks.heads[at]
     heads[0] = True
@@ -96,19 +99,22 @@ def chunk_blocks(started: int, *, page_bytes: int, chunk_bytes: int) -> int:
     return min(full, max(started, -(-full // 4)))
 
 
-def bridge_blocks(count: int, *, page_bytes: int, pieces: int) -> int:
-    """How many of a load's blocks go piece by piece while a kernel waits for its time slice.
+def tail_blocks(count: int, *, page_bytes: int, pieces: int) -> tuple[int, bool]:
+    """How many of a load's blocks come while its kernels wait for a time slice of a busy GPU.
 
-    That wait is some 2 ms, in which a bus with nothing else to do moves as many pieces.
+    That wait is up to 2 ms, in which the bus would have nothing to do.
 
     Args:
         count: of the copy.
         page_bytes: of one block, without padding.
         pieces: of one block.
+
+    Returns:
+        Blocks, the last of the copy; and whether they go without a kernel, piece by piece.
     """
     if page_bytes < pieces * BRIDGE_PIECE_BYTES:
-        return 0
-    return min(BRIDGE_PIECES // pieces, BRIDGE_BYTES // page_bytes, count // 4)
+        return min(TAIL_BYTES // page_bytes, count // 4), False
+    return min(BRIDGE_PIECES // pieces, BRIDGE_BYTES // page_bytes, count // 4), True
 
 
 def page_runs(offsets: Offsets, heads: NDArray[np.bool_], *, page_bytes: int) -> Runs:

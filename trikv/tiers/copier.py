@@ -250,6 +250,8 @@ class Work:
             transfer.arrived[transfer.sorted.order[whole]] = True
         transfer.under_way -= 1
         self._end_if_over(transfer)
+        if not self._moving:
+            lane.rest()
 
     def _end_if_over(self, transfer: Transfer) -> None:
         if transfer.is_started and transfer.under_way == 0:

@@ -110,6 +110,10 @@ class Lane(Protocol):
         """Return when the oldest chunk has ended: no byte of it moves any more."""
         ...
 
+    def rest(self) -> None:
+        """Do what takes its time: nothing is under way, and what has ended was reported."""
+        ...
+
     def signal(self, mapped: Mapped, number: int, value: int) -> None:
         """Have word `number` (from 1) become `value` after all chunks that have been started."""
         ...

@@ -9,9 +9,10 @@ waits.
 
 Two processes' kernels share a busy GPU by time slices of about 2 ms: each chunk may wait that long
 for its kernel, and each change between them costs the engine a tenth of a millisecond. So chunks
-are small while the GPU is ours; when kernels are seen to wait, a chunk has half of the staging, and
-one kernel; pieces that the copy engine is good at need none, and the last ones of a load go without
-one while that of the chunk before is waited for (the bridge).
+are small while the GPU is ours. When kernels are seen to wait, a chunk has half of the staging, and
+one kernel; of a save it has two parts, so that the bus has the first one early. Pieces that the
+copy engine is good at need none. The last blocks of a load come while its kernels are waited for:
+without one where their pieces are large (the bridge), else with one that has its turn with theirs.
 """
 
 import math
@@ -24,9 +25,10 @@ from typing import Final, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.chunks import Sorted, bridge_blocks, chunk_blocks, put_first
+from trikv.core.chunks import TAIL_BYTES, Sorted, chunk_blocks, put_first, tail_blocks
 from trikv.core.words import Offsets
 from trikv.tiers import gpu
+from trikv.tiers.busy import LATE_S, Busy
 from trikv.tiers.devices import Key, Landed, Mapped, Target
 from trikv.tiers.events import Events
 from trikv.tiers.moves import GpuMemory, Group, Moves, Pool
@@ -36,16 +38,9 @@ CHUNK_BYTES: Final = 32 << 20
 CHUNK_BYTES_DIRECT: Final = 16 << 20
 CHUNKS_MIN: Final = 4
 """So many chunks fit into the staging, at least."""
-LATE_S: Final = 0.0008
-"""A kernel that takes so much more than twice its best time waited for the GPU's other users. More
-than another thread of ours may have the interpreter between two calls: `SWITCH_S` of `device`."""
-TIMED_BYTES_MIN: Final = 1 << 20
-TIMED_EACH: Final = 8
-BUSY_S: Final = 1.0
-"""How long chunks stay large after one was late."""
-BUSY_S_MAX: Final = 30.0
-"""The same while chunks follow each other without a pause: then not all of them are timed."""
 DIRECT_WINDOW_BYTES: Final = 64 << 20
+HEAD_BYTES: Final = 64 << 20
+"""Of a busy GPU's save: what the bus has to do while the kernel gathers the rest."""
 KEEP_AHEAD_S: Final = 0.01
 """So long what was brought for a load is not dropped for the next one's: they come in order."""
 WINDOW_BYTES: Final = 192 << 20
@@ -118,25 +113,21 @@ class GpuLane:
     def __init__(self, device: Owner, *, into_engine: bool, late_s: float = LATE_S) -> None:
         """Take streams; kernels that are so late say that the GPU is busy."""
         self._device = device
-        self._late_s = late_s
         self._into_engine = into_engine
         self._moves = Moves(device, into_engine=into_engine)
         self._bus, self._cores = self._moves.bus, self._moves.cores
         self._events = Events()
-        self._since_timed = 0  # chunks
         self._moving: deque[_Moving] = deque()
         self._landing: deque[_Landing] = deque()
         self._ahead: _Ahead | None = None
         self._bytes = 0  # under way
         self._is_full = False  # a chunk waits for room in the staging
-        self._late_at_s = -math.inf  # when a kernel was last seen to wait
-        self._busy_until_s = -math.inf
-        self._byte_s = math.inf  # of the fastest kernel
+        self.busy = Busy(late_s)
         self.staging = Staging(device, WINDOW_BYTES)
 
     def rehearse(self) -> None:
         """See `Lane`. Not on a busy GPU, where its kernel would be waited for."""
-        if self.practise is not None and not self._is_busy:
+        if self.practise is not None and not self.busy.is_now:
             self.practise()
 
     @property
@@ -148,32 +139,28 @@ class GpuLane:
 
     def next_part(self, target: Target, begin: int, count: int, before: int) -> slice:
         """See `Lane`."""
-        group, room, is_busy = cast("Group", target), self.staging.ring.size, self._is_busy
+        group, room, is_busy = cast("Group", target), self.staging.ring.size, self.busy.is_now
         size = CHUNK_BYTES_DIRECT
         if is_busy and not group.is_direct and room >= group.pitch:
             # A save that fits needs one change of processes; with others under way the bus goes on.
             fits = count * group.pitch <= room
             is_whole = fits and not self._into_engine and not self._moving
             end = begin + max(1, (room if is_whole else room // 2) // group.pitch)
-            edge = count - self._bridge(group, count)
+            edge = count - self._tail(group, count)[0]
             return slice(begin, min(end, edge if begin < edge else count))
         if not is_busy and not 0 < room < group.pitch:
             size = min(CHUNK_BYTES, room // CHUNKS_MIN or CHUNK_BYTES)
         size = chunk_blocks(before, page_bytes=group.pitch, chunk_bytes=size)
         return slice(begin, min(begin + size, count))
 
-    def _bridge(self, group: Group, count: int) -> int:
-        """How many blocks, the last of a load, go without a kernel.
+    def _tail(self, group: Group, count: int) -> tuple[int, bool]:
+        """See `tail_blocks`.
 
         Not of a save, whose kernel comes first: to ask for the pieces takes as long as it waits.
         """
-        if not self._is_busy or group.is_section or not self._into_engine:
-            return 0
-        return bridge_blocks(count, page_bytes=group.page_bytes, pieces=len(group.length))
-
-    @property
-    def _is_busy(self) -> bool:
-        return time.perf_counter() < self._busy_until_s
+        if not self.busy.is_now or group.is_section or not self._into_engine:
+            return 0, False
+        return tail_blocks(count, page_bytes=group.page_bytes, pieces=len(group.length))
 
     def start(self, target: Target, blocks: Sorted, part: slice) -> bool:
         """See `Lane`."""
@@ -182,8 +169,9 @@ class GpuLane:
         assert self._ahead is None, "it lies before this chunk in the staging"
         self._device.register_slabs(offsets)
         count = len(blocks.blocks)
-        is_bridge = count - part.start <= self._bridge(group, count)
-        is_direct = is_bridge or (group.is_direct and self._is_busy)
+        tail, is_bridge = self._tail(group, count)
+        is_bridge = is_bridge and count - part.start <= tail
+        is_direct = is_bridge or (group.is_direct and self.busy.is_now)
         if not is_direct and self.staging.fits(len(ids) * group.pitch):
             return self._start_staged(group, ids, offsets, blocks.heads[part])
         under_way = self._bytes + len(ids) * group.page_bytes
@@ -201,7 +189,7 @@ class GpuLane:
         ):
             return
         self.forget()
-        if self._is_busy or not self.staging.fits(group.pitch):
+        if self.busy.is_now or not self.staging.fits(group.pitch):
             return
         begun = self._mark(self._bus, is_timed=True)
         ahead = self._ahead = _Ahead(key, group, begun, now_s)
@@ -245,8 +233,9 @@ class GpuLane:
                 gpu.record(begun, self._bus)
                 gpu.wait_in(self._cores, begun)
                 moving.kernel = (begun, moving.end)
-                moving.kernel_bytes = (part.stop - part.start) * ahead.group.pitch
-            self._scatter(_Landing(moving, there, ahead.group, ids, self.staging.address + at))
+            moving.kernel_bytes = (part.stop - part.start) * ahead.group.pitch
+            landing = _Landing(moving, there, ahead.group, ids, self.staging.address + at)
+            self._landing.append(landing)
             parts.append(part)
         return Landed(blocks, parts, ahead.since_s, bus_s)
 
@@ -269,38 +258,36 @@ class GpuLane:
             self._scatter_bunch()
         gpu.wait(moving.end)
         if moving.kernel is not None:
-            self._note_kernel(gpu.seconds_between(*moving.kernel), moving.kernel_bytes)
+            self.busy.note(gpu.seconds_between(*moving.kernel), moving.kernel_bytes)
         self._events.put_away(moving.end, *moving.steps)
         self._bytes -= moving.bytes
         if moving.steps:
             self.staging.ring.give_back()
-        if self._is_busy and self._moving:
-            until_s = min(time.perf_counter() + BUSY_S, self._late_at_s + BUSY_S_MAX)
-            self._busy_until_s = max(self._busy_until_s, until_s)
         if not self._moving:
             self._is_full = False
-            if self._is_busy:
-                self.staging.grow()
+        elif self.busy.is_now:
+            self.busy.go_on()
+
+    def rest(self) -> None:
+        """See `Lane`. Memory of a GPU may be 50 ms in coming."""
+        if self.busy.is_now and not self._moving:
+            self.staging.grow()
 
     def _scatter_bunch(self) -> None:
-        """Launch the oldest kernel, or all: while more waits for room, the bus needs the rest."""
+        """Launch the oldest kernel, or all: while more waits for room, the bus needs the rest.
+
+        That of a tail waits in the stream for its bytes: they come while all wait for their turn.
+        """
         bunch = [self._landing.popleft() for _ in range(1 if self._is_full else len(self._landing))]
-        gpu.wait(bunch[-1].there)
+        there = bunch[:-1] if bunch[-1].moving.bytes <= TAIL_BYTES else bunch
+        there = there or bunch
+        gpu.wait(there[-1].there)
         begin_s = time.perf_counter()
         for landing in bunch:
             self._scatter(landing)
-        gpu.wait(bunch[-1].moving.end)
-        size = sum(landing.moving.bytes for landing in bunch)
-        self._note_kernel(time.perf_counter() - begin_s, size)
-
-    def _note_kernel(self, took_s: float, size: int) -> None:
-        """How long after it could begin a kernel had ended."""
-        if size >= TIMED_BYTES_MIN and took_s > 0:
-            self._byte_s = min(self._byte_s, took_s / size)
-        best_s = took_s if math.isinf(self._byte_s) else self._byte_s * size
-        if took_s > self._late_s + 2 * best_s:
-            self._late_at_s = time.perf_counter()
-            self._busy_until_s = max(self._busy_until_s, self._late_at_s + BUSY_S)
+        gpu.wait(there[-1].moving.end)
+        size = sum(landing.moving.kernel_bytes for landing in there)
+        self.busy.note(time.perf_counter() - begin_s, size)
 
     def signal(self, mapped: Mapped, number: int, value: int) -> None:
         """See `Lane`.
@@ -312,8 +299,7 @@ class GpuLane:
         if not self._into_engine:
             gpu.write_word(first + 4 * (number - 1), value, self._bus)
             return
-        while self._landing:
-            self._scatter(self._landing.popleft())
+        self._scatter_all()
         behind = self._mark(self._bus)
         gpu.wait_in(self._cores, behind)
         self._events.put_away(behind)  # recorded again later: the wait is for this record
@@ -326,39 +312,57 @@ class GpuLane:
         offsets: Offsets,
         heads: NDArray[np.bool_],
     ) -> bool:
-        size, is_busy = len(ids) * group.pitch, self._is_busy
+        size, is_busy = len(ids) * group.pitch, self.busy.is_now
         if not is_busy and self._bytes and self._bytes + size > WINDOW_BYTES:
             return False
         at = self.staging.ring.take(size)
         self._is_full = at is None
         if at is None:
             return False
-        where, is_timed = self.staging.address + at, self._is_turn_to_time()
-        if self._into_engine:
-            is_timed = is_timed and not is_busy  # else it is launched later, and timed by us
-            self._moves.pages(group, offsets, heads, where)
-            there = self._mark(self._bus, is_timed=is_timed)
-            end = self._events.take(is_timed=is_timed)
-            moving = self._note(end, size, (there,), (there, end) if is_timed else None)
-            landing = _Landing(moving, there, group, ids, where)
-            if is_busy:
-                self._landing.append(landing)
-            else:
-                self._scatter(landing)
+        where, is_first = self.staging.address + at, not self._moving
+        is_timed = self.busy.is_turn_to_time(is_first=is_first, into_engine=self._into_engine)
+        if not self._into_engine:
+            self._gather(group, ids, offsets, heads, where, is_timed=is_timed)
             return True
-        begun = self._mark(self._bus, is_timed=True) if is_timed else None
+        is_timed = is_timed and not is_busy  # else it is launched later, and timed by us
+        self._moves.pages(group, offsets, heads, where)
+        there = self._mark(self._bus, is_timed=is_timed)
+        end = self._events.take(is_timed=is_timed)
+        moving = self._note(end, size, (there,), (there, end) if is_timed else None)
+        self._landing.append(_Landing(moving, there, group, ids, where))
+        if not is_busy:
+            self._scatter_all()
+        return True
+
+    def _gather(
+        self,
+        group: Group,
+        ids: NDArray[np.int32],
+        offsets: Offsets,
+        heads: NDArray[np.bool_],
+        where: int,
+        *,
+        is_timed: bool,
+    ) -> None:
+        """A chunk of a save; of a large one the bus has the head while the rest is gathered."""
+        begun, gathered = self._mark(self._bus, is_timed=True) if is_timed else None, []
         if begun is not None:
             gpu.wait_in(self._cores, begun)
-        self._moves.kernel(group, ids, where)
-        between = self._mark(self._cores, is_timed=is_timed)
-        gpu.wait_in(self._bus, between)
-        self._moves.pages(group, offsets, heads, where)
-        end = self._mark(self._bus)
+        head = HEAD_BYTES // group.pitch
+        parts = [slice(0, len(ids))]
+        if 0 < 2 * head < len(ids):
+            parts = [slice(0, head), slice(head, len(ids))]
+        for part in parts:
+            self._moves.kernel(group, ids[part], where + part.start * group.pitch)
+            gathered.append(self._mark(self._cores, is_timed=is_timed and part is parts[-1]))
+        for part, event in zip(parts, gathered, strict=True):
+            gpu.wait_in(self._bus, event)
+            self._moves.pages(group, offsets[part], heads[part], where + part.start * group.pitch)
+        end, size = self._mark(self._bus), len(ids) * group.pitch
         if begun is None:
-            self._note(end, size, (between,))
+            self._note(end, size, tuple(gathered))
         else:
-            self._note(end, size, (between, begun), (begun, between))
-        return True
+            self._note(end, size, (*gathered, begun), (begun, gathered[-1]))
 
     def _mark(self, stream: gpu.Handle, *, is_timed: bool = False) -> gpu.Handle:
         """An event that comes when what is in a stream now is done."""
@@ -366,18 +370,10 @@ class GpuLane:
         gpu.record(event, stream)
         return event
 
-    def _is_turn_to_time(self) -> bool:
-        """Whether this chunk's kernel is timed: it costs the bus a pause. The first, and some more.
-
-        Of saves only while the bus has nothing to do: else its stream's time is that of the bytes
-        before.
-        """
-        self._since_timed += 1
-        is_later = self._into_engine and self._since_timed >= TIMED_EACH
-        if self._moving and not is_later:
-            return False
-        self._since_timed = 0
-        return True
+    def _scatter_all(self) -> None:
+        """Launch all kernels; those of chunks begun ahead come here once the bus has the next."""
+        while self._landing:
+            self._scatter(self._landing.popleft())
 
     def _scatter(self, landing: _Landing) -> None:
         """Launch its kernel, behind its bytes."""
