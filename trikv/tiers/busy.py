@@ -54,6 +54,10 @@ class Busy:
         self._since_timed = 0
         return True
 
+    def time_next(self) -> None:
+        """The next chunk of a load is timed: those before it are not."""
+        self._since_timed = TIMED_EACH
+
     def note(self, took_s: float, size: int) -> None:
         """How long after it could begin a kernel had ended, and what it moved."""
         if size >= TIMED_BYTES_MIN and took_s > 0:

@@ -154,10 +154,7 @@ class GpuLane:
         return slice(begin, min(begin + size, count))
 
     def _tail(self, group: Group, count: int) -> tuple[int, bool]:
-        """See `tail_blocks`.
-
-        Not of a save, whose kernel comes first: to ask for the pieces takes as long as it waits.
-        """
+        """See `tail_blocks`. Not of a save: asking for pieces takes as long as its kernel waits."""
         if not self.busy.is_now or group.is_section or not self._into_engine:
             return 0, False
         return tail_blocks(count, page_bytes=group.page_bytes, pieces=len(group.length))
@@ -179,6 +176,8 @@ class GpuLane:
             return False
         self._moves.pieces(group, ids, offsets)
         self._note(self._mark(self._bus), len(ids) * group.page_bytes)
+        if not self.busy.is_now:
+            self._scatter_all()
         return True
 
     def bring(self, key: Key, target: Target, blocks: Sorted) -> None:
@@ -218,9 +217,9 @@ class GpuLane:
             self.forget()
             return Landed(blocks)
         self._ahead, parts, first = None, [], 0
-        begun, last, bus_s = ahead.begun, ahead.chunks[-1][1], math.inf
-        if gpu.is_over(last):
-            bus_s = gpu.seconds_between(begun, last)
+        is_whole = count == len(blocks.blocks)
+        begun, last = ahead.begun, ahead.chunks[-1][1]
+        bus_s = gpu.seconds_between(begun, last) if gpu.is_over(last) else math.inf
         for at, there, pages in ahead.chunks:
             part = slice(first, int(np.searchsorted(blocks.offsets[:count], pages[-1], "right")))
             ids, first = np.full(len(pages), -1, np.int32), part.stop
@@ -229,14 +228,19 @@ class GpuLane:
             self._bytes -= size
             steps = (there, begun) if is_last else (there,)
             moving = self._note(self._events.take(is_timed=is_last), size, steps)
-            if is_last:  # behind all bytes, and not before now: that is when its kernel can begin
+            moving.kernel_bytes = (part.stop - part.start) * ahead.group.pitch
+            landing = _Landing(moving, there, ahead.group, ids, self.staging.address + at)
+            if is_whole and is_last:  # behind all bytes, and not before now: it can begin then
                 gpu.record(begun, self._bus)
                 gpu.wait_in(self._cores, begun)
                 moving.kernel = (begun, moving.end)
-            moving.kernel_bytes = (part.stop - part.start) * ahead.group.pitch
-            landing = _Landing(moving, there, ahead.group, ids, self.staging.address + at)
-            self._landing.append(landing)
+            if is_whole:
+                self._scatter(landing)
+            else:  # the bus first: what is asked of it next
+                self._landing.append(landing)
             parts.append(part)
+        if not is_whole:
+            self.busy.time_next()
         return Landed(blocks, parts, ahead.since_s, bus_s)
 
     def forget(self) -> None:
@@ -279,15 +283,17 @@ class GpuLane:
         That of a tail waits in the stream for its bytes: they come while all wait for their turn.
         """
         bunch = [self._landing.popleft() for _ in range(1 if self._is_full else len(self._landing))]
-        there = bunch[:-1] if bunch[-1].moving.bytes <= TAIL_BYTES else bunch
-        there = there or bunch
+        last = bunch[-1]
+        is_tail = len(last.ids) * last.group.page_bytes <= TAIL_BYTES and len(bunch) > 1
+        there = bunch[:-1] if is_tail else bunch
         gpu.wait(there[-1].there)
         begin_s = time.perf_counter()
         for landing in bunch:
             self._scatter(landing)
         gpu.wait(there[-1].moving.end)
-        size = sum(landing.moving.kernel_bytes for landing in there)
-        self.busy.note(time.perf_counter() - begin_s, size)
+        if self.busy.is_now:  # else they were brought ahead, and their turn has no such meaning
+            size = sum(one.moving.kernel_bytes for one in there)
+            self.busy.note(time.perf_counter() - begin_s, size)
 
     def signal(self, mapped: Mapped, number: int, value: int) -> None:
         """See `Lane`.

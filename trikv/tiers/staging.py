@@ -55,20 +55,25 @@ class Staging:
         return (self.address != 0 or self.make()) and size <= self.ring.size
 
     def drop(self) -> None:
-        """Give the GPU its memory back; nothing staged is under way."""
-        if self.address:
-            gpu.free(self.address)
-            self.address, self.ring = 0, Ring(0)
-        self._is_short = False
+        """Give the GPU its memory back; nothing staged is under way. Any thread."""
+        with self._making:
+            if self.address:
+                gpu.free(self.address)
+                self.address, self.ring = 0, Ring(0)
+            self._is_short = False
 
     def grow(self) -> None:
-        """The larger it is, the less a busy engine is slowed; after a copy, never within one."""
-        if self._is_short or not 0 < self.ring.size < self._owner.staging_bytes:
-            return
-        before = self.address
-        self._allocate(self._owner.staging_bytes)
-        if self.address != before:
-            gpu.free(before)
+        """The larger it is, the less a busy engine is slowed; after a copy, never within one.
+
+        The last rank may be gone by then.
+        """
+        with self._making:
+            if self._is_short or not 0 < self.ring.size < self._owner.staging_bytes:
+                return
+            before = self.address
+            self._allocate(self._owner.staging_bytes)
+            if self.address != before:
+                gpu.free(before)
 
     def _allocate(self, wanted: int) -> None:
         """So much, or half of it, and so on; what there is stays where there is no more."""
