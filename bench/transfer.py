@@ -282,6 +282,13 @@ def wait_for_pool(address: str) -> None:
         time.sleep(0.2)
 
 
+SEEN = {
+    "save": "save behind a forward, beside PegaFlow's",
+    "load": "load with its call, beside PegaFlow's",
+}
+"""By panel: what an engine sees, and its baseline is what it sees of PegaFlow."""
+
+
 def plot(lines: list[Line], path: str) -> None:
     """Speed against bytes, a line a layout and direction."""
     import matplotlib  # noqa: PLC0415  # only for this
@@ -289,27 +296,41 @@ def plot(lines: list[Line], path: str) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot  # noqa: PLC0415
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True)
-    for panel, metric in zip(panels, ("save", "load"), strict=True):
-        rows = [one for one in lines if one.metric == metric and "busy" not in one.case]
-        for layout in dict.fromkeys(one.case.rpartition(",")[0] for one in rows):
-            mine = [one for one in rows if one.case.rpartition(",")[0] == layout]
-            sizes = [int(one.case.rpartition(",")[2].split()[0]) for one in mine]
-            panel.plot(sizes, [one.value for one in mine], marker="o", markersize=3, label=layout)
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.8), sharey=True)
+    for panel, (metric, seen) in zip(panels, SEEN.items(), strict=True):
+        rows = by_layout(lines, metric)
+        for layout, points in rows.items():
+            sizes, values, _ = zip(*points, strict=True)
+            (line,) = panel.plot(sizes, values, marker="o", markersize=3, label=layout)
+            for size, ours, theirs in by_layout(lines, seen).get(layout, ()):
+                panel.plot(size, ours, color=line.get_color(), marker="D", markersize=6)
+                panel.plot(size, theirs, color=line.get_color(), marker="X", markersize=7)
         best: dict[int, list[float]] = {}
-        for one in rows:
-            size = int(one.case.rpartition(",")[2].split()[0])
-            best.setdefault(size, []).append(one.baseline or 0)
+        for size, _, base in (point for points in rows.values() for point in points):
+            best.setdefault(size, []).append(base or 0)
         top = [statistics.median(best[size]) for size in best]
         panel.plot(list(best), top, color="black", linestyle="--", label="one large copy")
+        grey = {"color": "grey", "linestyle": "none"}
+        panel.plot([], [], marker="D", label="TriKV, as engines see it", **grey)
+        panel.plot([], [], marker="X", label="PegaFlow, as engines see it", **grey)
         panel.set(title=metric, xscale="log", xlabel="MiB", ylim=(0, None))
         panel.set_xticks(list(best), [str(size) for size in best])
         panel.set_xticks([], minor=True)
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("GB/s")
-    panels[1].legend(fontsize=7, loc="lower right")
-    figure.tight_layout()
+    figure.legend(*panels[1].get_legend_handles_labels(), fontsize=8, loc="lower center", ncol=5)
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
     figure.savefig(path, dpi=130)
+
+
+def by_layout(lines: list[Line], metric: str) -> dict[str, list[tuple[int, float, float | None]]]:
+    """MiB, GB/s and base of each case of a metric on an idle GPU."""
+    points: dict[str, list[tuple[int, float, float | None]]] = {}
+    for one in lines:
+        if one.metric == metric and "busy" not in one.case:
+            layout, _, size = one.case.rpartition(",")
+            points.setdefault(layout, []).append((int(size.split()[0]), one.value, one.baseline))
+    return points
 
 
 def read_lines(path: str) -> list[Line]:
