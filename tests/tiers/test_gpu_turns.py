@@ -139,6 +139,29 @@ def test_a_lane_takes_its_time_when_all_copies_are_over_and_reported(room: int) 
             assert (sorted(ended), rested, len(work._moving)) == ([0, 1], [1], 0)
 
 
+def test_a_save_that_waits_for_its_engine_does_not_hold_that_up() -> None:
+    """A busy engine has one after the other of them."""
+    with doubled() as (cuda, lane_module, device_module):
+        lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=False)
+        forward = cuda.new_event(is_timed=False)
+        mapped = lane_module.GpuMemory((), (forward,), (target,), SLAB, 0)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            work = Work(Direction.SAVE, None, theirs, {0: mapped}, threading.Lock())  # type: ignore[arg-type]
+            for event in (0, 1):
+                part = slice(3 * event, 3 * event + 3)
+                order = CopyOrder(
+                    0, 0, Direction.SAVE, event, blocks.blocks[part], blocks.offsets[part]
+                )
+                work._obey(Kind.COPY, event, pack_copy(order))
+            forward[0] = 1  # recorded, and has not come
+            rested = list[int]()
+            lane.rest = lambda: rested.append(len(work._waiting))
+            for _ in range(9):
+                work._turn(lane)
+            assert rested == [1]
+
+
 def test_staging_that_grows_while_the_last_rank_goes_is_given_back_once() -> None:
     """A copy was reported before it grew, so its engine may be gone by then."""
     with doubled() as (cuda, lane_module, _):

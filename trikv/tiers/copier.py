@@ -250,7 +250,7 @@ class Work:
             transfer.arrived[transfer.sorted.order[whole]] = True
         transfer.under_way -= 1
         self._end_if_over(transfer)
-        if not self._moving and not self._waiting:
+        if not self._moving and not self._ready():
             lane.rest()
 
     def _end_if_over(self, transfer: Transfer) -> None:
