@@ -1,4 +1,4 @@
-"""A complete engine in 100 lines: talks to a trikv-daemon with pycapnp and the schema alone.
+"""A complete engine in some 100 lines: talks to a trikv-daemon with pycapnp and the schema alone.
 
     python examples/client.py [unix:/path | host:port]
 

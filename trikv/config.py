@@ -151,7 +151,7 @@ OPTIONS: Final = (
         "ssd-cache-capacity",
         size(8 << 20),
         None,
-        "hard limit of each --ssd-cache-path, e.g. 500gb; must stay the same while blocks are kept",
+        "hard limit of each --ssd-cache-path, e.g. 500gb; may be larger at the next start, not smaller",
     ),
     Option(
         "ssd-write-through",
