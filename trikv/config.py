@@ -151,7 +151,7 @@ OPTIONS: Final = (
         "ssd-cache-capacity",
         size(8 << 20),
         None,
-        "hard limit of each --ssd-cache-path, e.g. 500gb; may be larger at the next start, not smaller",
+        "hard limit of each --ssd-cache-path, e.g. 500gb; may grow at a start, not shrink",
     ),
     Option(
         "ssd-write-through",

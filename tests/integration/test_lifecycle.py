@@ -190,6 +190,8 @@ def test_clients_cannot_reach_a_daemon_over_tcp_of_another_user_or_register_memo
     daemon = start_daemon(start, tmp_path, "--addr", f"127.0.0.1:{port}")
     address = f"127.0.0.1:{port}"
     assert asyncio.run(status(address))["state"] == "serving"
+    (warned,) = (one for one in daemon.events() if one["event"] == "engines.unreachable")
+    assert address in str(warned["reason"])
 
     async def register() -> str:
         async with connected(address) as kv:

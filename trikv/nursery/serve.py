@@ -299,6 +299,12 @@ def say_ready(daemon: Daemon, address: Address) -> None:
     )
     if daemon.facts.pool_notice:
         log.warning("pool.slow", reason=daemon.facts.pool_notice)
+    if not address.is_unix:
+        log.warning(
+            "engines.unreachable",
+            reason=f"engines need a unix socket, {address} serves only the status: set TRIKV_SOCKET"
+            " or --addr unix:/path",
+        )
 
 
 def end_the_other(settings: Settings) -> None:
