@@ -1,6 +1,6 @@
 """How fast blocks get from a GPU into the pool and back, beside one large copy.
 
-    python -m bench.transfer [--json] [--layouts all|NAME,...] [--mib 128,512,2048] [--rounds 7]
+    python -m bench.transfer [--json] [--layouts all|NAME,...] [--mib 128,512,2048] [--rounds 21]
         [--load] [--plot FILE.png [--lines FILE.jsonl]] [--pegaflow FOLDER]
     python -m bench.transfer --ranks 8 [--calls 2000] [--json]     (needs no GPU: see `bench.ranks`)
 
@@ -348,7 +348,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--layouts", default="all", help=", ".join(LAYOUTS))
     parser.add_argument("--mib", default="32,128,512,2048")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--pool", default=POOL)
     parser.add_argument("--load", action="store_true")
     parser.add_argument("--plot", help="draw a picture")
