@@ -51,6 +51,7 @@ def test_what_was_written_is_found_after_the_daemon(
 
     async def second() -> None:
         async with attached(daemon.address, **engine_options()) as engine:
+            await quiet(daemon)  # what is not found yet is a miss
             assert await load(engine, "a") == BLOCKS
             facts = await quiet(daemon)
             assert facts["disks"][0]["foundCount"] == BLOCKS
@@ -75,6 +76,7 @@ def test_three_prompts_come_back_whole_through_a_pool_for_one(start: Start, tmp_
 
     async def second() -> None:
         async with attached(daemon.address, **engine_options()) as engine:
+            await quiet(daemon)  # what is not found yet is a miss
             for name in "abcabc":
                 assert await load(engine, name) == BLOCKS
         facts = await quiet(daemon)
@@ -97,6 +99,7 @@ def test_a_clean_end_writes_what_was_saved(start: Start, tmp_path: Path) -> None
 
     async def second() -> None:
         async with attached(daemon.address, **engine_options()) as engine:
+            await quiet(daemon)  # what is not found yet is a miss
             assert await load(engine, "a", 8) == 8
 
     daemon = with_disk(start, tmp_path, "--pool-size", "64mb")
@@ -165,6 +168,7 @@ def test_several_ranks_come_back(start: Start, tmp_path: Path) -> None:
 
     async def both(run: int) -> None:
         async with attached(daemon.address, **options) as engine:
+            await quiet(daemon)  # what is not found yet is a miss
             if run == 0:
                 await save(engine, "a", 16)
             assert await load(engine, "a", 16) == 16

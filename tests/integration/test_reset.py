@@ -59,6 +59,8 @@ async def live(daemon: RunningDaemon, rng: random.Random, version: int) -> tuple
     """Look, save, reset, save again, be killed; returns what was found, and the version now."""
     facts = {"page_bytes": PAGE, "block_count": BLOCKS}
     async with attached(daemon.address, **facts) as engine:
+        if version % 2:  # what the life before has left is on the disk, and is to come back
+            await disks.quiet(daemon)
         old = sum([await found(engine, name, version) for name in range(PROMPTS)])
         for name in range(PROMPTS):
             if await found(engine, name, version) < BLOCKS:
@@ -68,9 +70,12 @@ async def live(daemon: RunningDaemon, rng: random.Random, version: int) -> tuple
         assert wire_ok(reply).droppedCount >= 0
         version += 1
         gone = sum([await found(engine, name, version) for name in range(PROMPTS)])
-        for name in rng.sample(range(PROMPTS), rng.randrange(3)):
+        count = max(version % 2, rng.randrange(3))
+        for name in rng.sample(range(PROMPTS), count):
             await save(engine, name, version)
         await asyncio.sleep(rng.uniform(0, LATER_S))
+        if version % 2:
+            await disks.quiet(daemon)
         daemon.end(signal.SIGKILL)
     return old, gone, version
 
