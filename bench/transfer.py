@@ -297,12 +297,12 @@ def plot(lines: list[Line], path: str) -> None:
     from matplotlib import pyplot  # noqa: PLC0415
 
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.8), sharey=True)
-    for panel, (metric, seen) in zip(panels, SEEN.items(), strict=True):
-        rows = by_layout(lines, metric)
+    for panel, (metric, seen_as) in zip(panels, SEEN.items(), strict=True):
+        rows, seen = by_layout(lines, metric), by_layout(lines, seen_as)
         for layout, points in rows.items():
             sizes, values, _ = zip(*points, strict=True)
             (line,) = panel.plot(sizes, values, marker="o", markersize=3, label=layout)
-            for size, ours, theirs in by_layout(lines, seen).get(layout, ()):
+            for size, ours, theirs in seen.get(layout, ()):
                 panel.plot(size, ours, color=line.get_color(), marker="D", markersize=6)
                 panel.plot(size, theirs, color=line.get_color(), marker="X", markersize=7)
         best: dict[int, list[float]] = {}

@@ -31,7 +31,7 @@ from trikv.tiers.frames import AttachOrder, Direction, GroupOrder
 CHUNKS = 16
 
 
-def _lane(cuda: Cuda, lane_module: Any, device_module: Any, *, into_engine: bool) -> Any:
+def a_lane(cuda: Cuda, lane_module: Any, device_module: Any, *, into_engine: bool) -> Any:
     """A lane whose staging has room for eight blocks, and sixteen of them to be moved."""
     cuda.memory[:] = np.random.default_rng(1).integers(0, 256, END, np.uint8)
     order = GroupOrder(BLOCKS, (Piece(0, 0, 4096, 4096),), ())
@@ -52,7 +52,7 @@ def busy_of(lane_module: Any) -> Any:
 
 def _busy_lane(cuda: Cuda, lane_module: Any, device_module: Any, *, into_engine: bool) -> Any:
     """The same, and what begins a chunk of one block."""
-    lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=into_engine)
+    lane, target, blocks = a_lane(cuda, lane_module, device_module, into_engine=into_engine)
     return lane, lambda at: lane.start(target, blocks, slice(at, at + 1))
 
 
@@ -67,7 +67,7 @@ def test_a_busy_gpu_has_a_kernel_for_half_of_the_staging(
     GPU. All kernels come at once when no more is to come.
     """
     with doubled() as (cuda, lane_module, device_module):
-        made = _lane(cuda, lane_module, device_module, into_engine=into_engine)
+        made = a_lane(cuda, lane_module, device_module, into_engine=into_engine)
         (lane, target, blocks), launch = made, cuda.launch
         lane.busy.until_s = math.inf
         lane_module.tail_blocks = lambda *_, **__: tail
@@ -139,7 +139,7 @@ def some(blocks: Sorted, which: slice) -> Sorted:
 def test_what_is_brought_is_for_one_lease(*, is_over: bool, lease: int) -> None:
     """The pages of another one may have changed meanwhile."""
     with doubled() as (cuda, lane_module, device_module):
-        lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
+        lane, target, blocks = a_lane(cuda, lane_module, device_module, into_engine=True)
         lane.bring((1, 0, 7), target, some(blocks, slice(11, 16)))
         lane.bring((1, 0, 7), target, some(blocks, slice(11, 16)))  # it is there already
         lane.bring((2, 0, 9), target, some(blocks, slice(5)))  # comes after that one's load
@@ -171,7 +171,7 @@ def test_what_is_brought_is_for_one_lease(*, is_over: bool, lease: int) -> None:
 def test_a_page_that_the_load_does_not_want_goes_nowhere() -> None:
     """Not even before the engine's first block; nothing is launched where none is wanted."""
     with doubled() as (cuda, lane_module, device_module):
-        lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
+        lane, target, blocks = a_lane(cuda, lane_module, device_module, into_engine=True)
         lane.bring((1, 0, 7), target, some(blocks, slice(16)))
         before = cuda.memory[:FREE].copy()
         order = sort(
@@ -192,7 +192,7 @@ def test_a_page_that_the_load_does_not_want_goes_nowhere() -> None:
 def test_a_page_that_several_blocks_want_is_not_landed() -> None:
     """An engine may name a block twice; a row of the staging goes to one place."""
     with doubled() as (cuda, lane_module, device_module):
-        lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
+        lane, target, blocks = a_lane(cuda, lane_module, device_module, into_engine=True)
         ids, pages = blocks.blocks[:3], blocks.offsets[[0, 1, 0]]
         lane.bring((1, 0, 7), target, some(blocks, slice(2)))
         twice = sort(ids, pages, page_bytes=PAGE_ALIGN, slab_bytes=SLAB)
@@ -208,7 +208,7 @@ def test_a_page_that_several_blocks_want_is_not_landed() -> None:
 def test_a_kernel_that_moves_nothing_sets_no_best_time() -> None:
     with doubled() as (cuda, lane_module, device_module):
         busy_of(lane_module).TIMED_BYTES_MIN = 2 * PAGE_ALIGN
-        lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
+        lane, target, blocks = a_lane(cuda, lane_module, device_module, into_engine=True)
         for first, is_known in ((7, False), (6, True)):
             lane.bring((1, 0, first), target, some(blocks, slice(8)))
             ids, pages = blocks.blocks[first:8], blocks.offsets[first:8]
@@ -224,7 +224,7 @@ def test_a_kernel_that_moves_nothing_sets_no_best_time() -> None:
 def test_an_old_announcement_gives_way_to_a_new_one() -> None:
     with doubled() as (cuda, lane_module, device_module):
         lane_module.KEEP_AHEAD_S = 0.0
-        lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
+        lane, target, blocks = a_lane(cuda, lane_module, device_module, into_engine=True)
         lane.bring((1, 0, 7), target, some(blocks, slice(4)))
         lane.bring((1, 0, 8), target, some(blocks, slice(2)))
         assert lane._bytes == 2 * PAGE_ALIGN
@@ -240,7 +240,7 @@ def test_the_kernels_of_what_was_brought_say_whether_the_gpu_is_busy(
     with doubled() as (cuda, lane_module, device_module):
         cuda.choose = lambda count: chosen % count
         busy_of(lane_module).TIMED_BYTES_MIN = 0
-        lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
+        lane, target, blocks = a_lane(cuda, lane_module, device_module, into_engine=True)
         ids, pages = blocks.blocks[:8], blocks.offsets[:8]
         wanted = sort(ids, pages, page_bytes=PAGE_ALIGN, slab_bytes=SLAB)
         for turn, cuda.kernel_s in enumerate((1e-5, 1.0)):
@@ -256,7 +256,7 @@ def test_the_kernels_of_what_was_brought_say_whether_the_gpu_is_busy(
 
 def test_nothing_is_brought_to_a_busy_gpu_nor_without_staging() -> None:
     with doubled() as (cuda, lane_module, device_module):
-        lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
+        lane, target, blocks = a_lane(cuda, lane_module, device_module, into_engine=True)
         lane.busy.until_s = math.inf
         lane.bring((1, 0, 7), target, blocks)
         small = lane_module.GpuLane(Owner(PAGE_ALIGN - 1), into_engine=True)
@@ -334,7 +334,7 @@ def test_a_busy_gpu_counts_as_busy_as_long_as_chunks_follow_each_other() -> None
 def test_a_save_that_fits_needs_one_kernel_of_a_busy_gpu() -> None:
     for into_engine in (False, True):
         with doubled() as (cuda, lane_module, device_module):
-            lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=into_engine)
+            lane, target, blocks = a_lane(cuda, lane_module, device_module, into_engine=into_engine)
             lane.busy.until_s = math.inf
             lane_module.tail_blocks = lambda *_, **__: (0, False)
             lane.staging.make()

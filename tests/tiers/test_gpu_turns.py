@@ -6,13 +6,15 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.tiers.cuda_double import BLOCKS, ENGINE, POOL, SLAB, Cuda, Owner, doubled
-from tests.tiers.test_gpu_chunks import _lane, some
+from tests.tiers.test_gpu_chunks import a_lane, some
+from trikv.core.chunks import Sorted
 from trikv.core.layout import Piece
 from trikv.core.pages import PAGE_ALIGN
 from trikv.tiers.copier import Work
@@ -28,7 +30,7 @@ def copy_all() -> None:
     """One copy in each direction, the load begun ahead; nothing is imported for it."""
     for into_engine in (False, True):
         with doubled() as (cuda, lane_module, device_module):
-            lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=into_engine)
+            lane, target, blocks = a_lane(cuda, lane_module, device_module, into_engine=into_engine)
             device = device_module.GpuDevice(None, "GPU", {1: 1}, 0, 1 << 22, 1 << 18, 0, 0.0, 0)
             before = set(sys.modules)
             device.register_slabs(blocks.offsets)
@@ -48,6 +50,28 @@ def test_a_first_copy_waits_for_no_import() -> None:
     subprocess.run([sys.executable, "-c", FIRST_USE], check=True, timeout=60)
 
 
+def are_equal(cuda: Cuda, blocks: Sorted, size: int = 4096) -> list[bool]:
+    """Whether pool and engine have the same bytes of each block."""
+    near, far = POOL + blocks.offsets, ENGINE + 4096 * blocks.blocks.astype(np.int64)
+    pairs = zip(near.tolist(), far.tolist(), strict=True)
+    return [np.array_equal(cuda.memory[a : a + size], cuda.memory[b : b + size]) for a, b in pairs]
+
+
+@contextlib.contextmanager
+def working(
+    direction: Direction, mapped: Any, blocks: Sorted, events: tuple[int, int]
+) -> Iterator[tuple[Work, socket.socket]]:
+    """Two copies of three blocks each that wait, and the daemon's end."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        work = Work(direction, None, theirs, {0: mapped}, threading.Lock())  # type: ignore[arg-type]
+        for number, event in enumerate(events):
+            part = slice(3 * number, 3 * number + 3)
+            order = CopyOrder(0, 0, direction, event, blocks.blocks[part], blocks.offsets[part])
+            work._obey(Kind.COPY, number, pack_copy(order))
+        yield work, ours
+
+
 def noted(cuda: Cuda, *names: str) -> list[str]:
     """The names of these calls, as they come."""
     calls: list[str] = []
@@ -65,7 +89,7 @@ def noted(cuda: Cuda, *names: str) -> list[str]:
 def test_the_bus_has_the_next_chunk_before_what_was_brought_is_scattered() -> None:
     """Else it has nothing to do meanwhile."""
     with doubled() as (cuda, lane_module, device_module):
-        lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
+        lane, target, blocks = a_lane(cuda, lane_module, device_module, into_engine=True)
         lane_module.CHUNK_BYTES = 2 * PAGE_ALIGN
         lane.bring((1, 0, 7), target, some(blocks, slice(12, 16)))
         calls = noted(cuda, "copy", "launch")
@@ -77,18 +101,14 @@ def test_the_bus_has_the_next_chunk_before_what_was_brought_is_scattered() -> No
         assert [one.kernel is not None for one in lane._moving] == [*parts * [False], True]
         while lane._moving:
             lane.wait()
-        for block, page in zip(landed.blocks.blocks, landed.blocks.offsets, strict=True):
-            is_there = block in landed.blocks.blocks[:6]
-            near, far = cuda.memory[POOL + page :], cuda.memory[ENGINE:]
-            same = np.array_equal(near[:4096], far[4096 * block :][:4096])
-            assert same is bool(is_there)
+        assert are_equal(cuda, landed.blocks) == 6 * [True] + 10 * [False]
 
 
 @pytest.mark.parametrize("count", [4, 5, 8])
 def test_the_bus_has_the_head_of_a_large_save_while_the_rest_is_gathered(*, count: int) -> None:
     """Both kernels are asked for before any page: they have one turn of the GPU."""
     with doubled() as (cuda, lane_module, device_module):
-        lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=False)
+        lane, target, blocks = a_lane(cuda, lane_module, device_module, into_engine=False)
         lane_module.HEAD_BYTES = 2 * PAGE_ALIGN
         lane.busy.until_s = math.inf
         calls = noted(cuda, "copy", "launch")
@@ -100,37 +120,26 @@ def test_the_bus_has_the_head_of_a_large_save_while_the_rest_is_gathered(*, coun
             second = [cuda.streams[cores].pop() for _ in range(2)]
             while any(stream and stream[0]() and (stream.popleft(), 1) for stream in cuda.streams):
                 pass
-            near = cuda.memory[POOL + int(blocks.offsets[0]) :][:4096]
-            far = cuda.memory[ENGINE + 4096 * int(blocks.blocks[0]) :][:4096]
-            assert np.array_equal(near, far)
+            assert are_equal(cuda, blocks)[0]
             cuda.streams[cores].extend(reversed(second))
         lane.wait()
-        for block, page in zip(blocks.blocks[:count], blocks.offsets[:count], strict=True):
-            near, far = cuda.memory[POOL + page :], cuda.memory[ENGINE:]
-            assert np.array_equal(near[:4096], far[4096 * block :][:4096])
+        assert all(are_equal(cuda, blocks)[:count])
 
 
 @pytest.mark.parametrize("room", [8, 1])
 def test_a_lane_takes_its_time_when_all_copies_are_over_and_reported(room: int) -> None:
     """More staging of a busy GPU may be 50 ms in coming; with little of it chunks come singly."""
     with doubled() as (cuda, lane_module, device_module):
-        lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
+        lane, target, blocks = a_lane(cuda, lane_module, device_module, into_engine=True)
         lane.staging = lane_module.Staging(Owner(room * PAGE_ALIGN), 8 * PAGE_ALIGN)
         lane_module.CHUNK_BYTES = PAGE_ALIGN
         mapped = lane_module.GpuMemory((), (), (target,), SLAB, 0)
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            work = Work(Direction.LOAD, None, theirs, {0: mapped}, threading.Lock())  # type: ignore[arg-type]
-            for number, part in enumerate((slice(3), slice(3, 6))):
-                order = CopyOrder(
-                    0, 0, Direction.LOAD, 0, blocks.blocks[part], blocks.offsets[part]
-                )
-                work._obey(Kind.COPY, number, pack_copy(order))
+        with working(Direction.LOAD, mapped, blocks, (0, 0)) as (work, ours):
             frames, ended, rested = Frames(), list[int](), list[int]()
             lane.rest = lambda: rested.append(len(ended))
             while not rested:
                 work._turn(lane)
-                theirs.sendall(pack(Kind.ALIVE, 0))
+                work._sock.sendall(pack(Kind.ALIVE, 0))
                 frames.feed(
                     ours.recv(1 << 16),
                     lambda kind, number, _: ended.append(number) if kind is Kind.ENDED else None,
@@ -142,18 +151,10 @@ def test_a_lane_takes_its_time_when_all_copies_are_over_and_reported(room: int) 
 def test_a_save_that_waits_for_its_engine_does_not_hold_that_up() -> None:
     """A busy engine has one after the other of them."""
     with doubled() as (cuda, lane_module, device_module):
-        lane, target, blocks = _lane(cuda, lane_module, device_module, into_engine=False)
+        lane, target, blocks = a_lane(cuda, lane_module, device_module, into_engine=False)
         forward = cuda.new_event(is_timed=False)
         mapped = lane_module.GpuMemory((), (forward,), (target,), SLAB, 0)
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            work = Work(Direction.SAVE, None, theirs, {0: mapped}, threading.Lock())  # type: ignore[arg-type]
-            for event in (0, 1):
-                part = slice(3 * event, 3 * event + 3)
-                order = CopyOrder(
-                    0, 0, Direction.SAVE, event, blocks.blocks[part], blocks.offsets[part]
-                )
-                work._obey(Kind.COPY, event, pack_copy(order))
+        with working(Direction.SAVE, mapped, blocks, (0, 1)) as (work, _):
             forward[0] = 1  # recorded, and has not come
             rested = list[int]()
             lane.rest = lambda: rested.append(len(work._waiting))
@@ -189,7 +190,7 @@ def test_staging_that_grows_while_the_last_rank_goes_is_given_back_once() -> Non
 def test_a_tail_s_kernel_waits_on_the_gpu_for_its_bytes(page_bytes: int) -> None:
     """Also where pages are padded in the pool."""
     with doubled() as (cuda, lane_module, device_module):
-        _, _, blocks = _lane(cuda, lane_module, device_module, into_engine=True)
+        _, _, blocks = a_lane(cuda, lane_module, device_module, into_engine=True)
         order = GroupOrder(BLOCKS, (Piece(0, 0, 4096, page_bytes),), ())
         group = device_module._map_group(order, [ENGINE], contextlib.ExitStack())
         lane = lane_module.GpuLane(Owner(8 * PAGE_ALIGN), into_engine=True)
@@ -201,6 +202,4 @@ def test_a_tail_s_kernel_waits_on_the_gpu_for_its_bytes(page_bytes: int) -> None
         assert cuda.streams[lane._bus]
         while lane._moving:
             lane.wait()
-        for block, page in zip(blocks.blocks[:6], blocks.offsets[:6], strict=True):
-            near, far = cuda.memory[POOL + page :], cuda.memory[ENGINE + 4096 * block :]
-            assert np.array_equal(near[:page_bytes], far[:page_bytes])
+        assert all(are_equal(cuda, blocks, page_bytes)[:6])
