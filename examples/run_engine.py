@@ -48,7 +48,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--together", action="store_true", help="all prompts at once")
-    parser.add_argument("--repeat", type=int, default=1, help="run the list so many times")
+    parser.add_argument("--until", type=Path, help="run the list until this file is there")
     parser.add_argument("--meet", type=Path, help="folder: start when --peers engines are there")
     parser.add_argument("--peers", type=int, default=2)
     parser.add_argument(
@@ -191,7 +191,9 @@ def main() -> None:
     started_s = time.monotonic()
     if options.meet is not None:
         meet(options.meet, options.peers)
-    requests = [record for _ in range(options.repeat) for record in run(engine, prompts, options)]
+    requests = run(engine, prompts, options)
+    while options.until is not None and not options.until.exists():
+        requests += run(engine, prompts, options)
     found_s = 0.0
     if options.outage is not None:
         requests, found_s = run_after_outage(engine, prompts, options)

@@ -23,6 +23,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
 ROOT = Path(__file__).resolve().parent
 LAST = ("integration", "meta", "connector", "guest", "e2e", "gpu")  # slow ones last
 SECOND_CHANCE = {"integration", "meta", "connector", "e2e"}  # real processes: docs/decisions/0006
+PATIENCE_S = 60.0
+"""A limit that only ends what hangs: a machine may stall for many seconds."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LIBC = ctypes.CDLL(None, use_errno=True)
 

@@ -25,14 +25,14 @@ def declaration() -> dict[str, Any]:
     return {"instance": {"name": f"engine-{os.getpid()}", "rankCount": 1, "fields": FIELDS}}
 
 
-def until(claim: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(claim: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not claim():
         assert time.monotonic() < end, "it did not become true"
         time.sleep(0.005)
 
 
-def outcome(future: Future[Any], seconds: float = 20.0) -> Any:
+def outcome(future: Future[Any], seconds: float = 60.0) -> Any:
     try:
         return future.result(seconds)
     except CallError as error:

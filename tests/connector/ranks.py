@@ -31,7 +31,7 @@ def computed_once(world: World, blocks: int, **options: Any) -> list[int]:
     rig = world.rig(**options)
     rig.add("cold", PROMPT)
     rig.run()
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while pool(world)["blockCount"] < blocks:
         assert time.monotonic() < until, pool(world)
         rig.step()

@@ -175,7 +175,7 @@ class Rig:
     def free(self) -> int:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
-    def wait_attached(self, seconds: float = 20.0) -> None:
+    def wait_attached(self, seconds: float = 60.0) -> None:
         until = time.monotonic() + seconds
         while not all(one._client.is_ready for one in (self.connector, *self.workers)):
             assert time.monotonic() < until, "not attached"

@@ -52,7 +52,7 @@ class Rank:
         """Answer a load as soon as it is asked for, from another thread."""
 
         def run() -> None:
-            until_s = time.monotonic() + 10
+            until_s = time.monotonic() + 60
             while request not in self.calls.loads and time.monotonic() < until_s:
                 time.sleep(0.001)
             future = self.calls.loads[request][1]

@@ -18,12 +18,10 @@ from typing import Any
 import capnp
 import numpy as np
 
-from tests.conftest import Start
+from tests.conftest import PATIENCE_S, Start
 from trikv import wire
 
-READY_S = 30.0
 IS_INSIDE = contextvars.ContextVar("a kj loop runs here", default=False)
-ENDED_S = 20.0
 
 
 @dataclass(slots=True)
@@ -38,7 +36,7 @@ class RunningDaemon:
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(ENDED_S)
+        return self.process.wait(PATIENCE_S)
 
     def events(self) -> list[dict[str, Any]]:
         lines = self.log.read_text().splitlines()
@@ -75,7 +73,7 @@ def start_daemon(
     with log.open("w") as stderr:
         command = [*within, *daemon_command(*given, before=before)]
         process = start(command, stderr=stderr, env=clean | environ)
-    deadline_s = time.monotonic() + READY_S
+    deadline_s = time.monotonic() + PATIENCE_S
     while '"daemon.ready"' not in log.read_text():
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline_s, log.read_text()
@@ -225,7 +223,7 @@ async def status(address: str) -> dict[str, Any]:
         return facts
 
 
-async def wait_for(address: str, what: Any, seconds: float = 2.0) -> dict[str, Any]:
+async def wait_for(address: str, what: Any, seconds: float = PATIENCE_S) -> dict[str, Any]:
     """Ask for the status until `what(status)` holds."""
     async with asyncio.timeout(seconds):
         while not what(facts := await status(address)):  # noqa: ASYNC110  # another process

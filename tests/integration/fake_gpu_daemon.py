@@ -14,6 +14,7 @@ import trio
 from numpy.typing import NDArray
 
 from tests.answers import answer_of
+from tests.conftest import PATIENCE_S
 from tests.integration import fake_gpu
 from tests.integration.daemons import hashes
 from trikv import config
@@ -227,7 +228,7 @@ def maps(pid: int) -> set[str]:
     return {line.split()[4] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
 
 
-async def until(check: Callable[[], object], limit_s: float = 10.0) -> None:
+async def until(check: Callable[[], object], limit_s: float = PATIENCE_S) -> None:
     with trio.fail_after(limit_s):
         while not check():  # noqa: ASYNC110  # of other processes' doings
             await trio.sleep(0.005)

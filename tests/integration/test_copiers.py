@@ -14,6 +14,7 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import PATIENCE_S
 from tests.integration import fake_gpu
 from tests.integration.fake_gpu_daemon import (
     BLOCKS,
@@ -176,7 +177,7 @@ async def test_a_copier_that_hangs_is_killed_and_the_rest_goes_on(
         fill(rank)
         await rank.save(["a"], [0])
         gpu.control[fake_gpu.HANG] = 1
-        with trio.fail_after(8):
+        with trio.fail_after(PATIENCE_S):
             assert await rank.load(["a"], [5]) == [0]
         assert "it hung in a load" in daemon.facts.shown_state
 
@@ -367,6 +368,6 @@ async def test_an_engine_that_hangs_with_all_saves_it_may_have_holds_up_nobody(g
         await until(lambda: refused)
         assert "copies of this session are waiting" in refused[0]
         fill(other)
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             assert await other.save(["a"], [0]) == 1
         daemon.service.sessions.close(stuck.session, "test")

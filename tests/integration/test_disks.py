@@ -12,7 +12,7 @@ from typing import Any
 import capnp
 import pytest
 
-from tests.conftest import Start
+from tests.conftest import PATIENCE_S, Start
 from tests.integration.daemons import (
     RunningDaemon,
     attached,
@@ -158,7 +158,7 @@ def test_killed_in_the_midst_of_writes_nothing_wrong_comes_back(
         daemon = with_disk(start, tmp_path, THROUGH, capacity="24mb")
         with contextlib.suppress(capnp.KjException):
             found.append(asyncio.run(run(daemon)))
-        daemon.process.wait(20)
+        daemon.process.wait(PATIENCE_S)
     assert len(found) == 4
     assert sum(found) > 0
 

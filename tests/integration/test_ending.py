@@ -9,7 +9,7 @@ from typing import Any
 import capnp
 import numpy as np
 
-from tests.conftest import Start
+from tests.conftest import PATIENCE_S, Start
 from tests.integration.daemons import (
     Engine,
     attached,
@@ -81,7 +81,7 @@ def test_sigterm_lets_loads_and_saves_in_flight_end(start: Start, tmp_path: Path
                 assert wire_ok(saved).savedCount == 1
 
     asyncio.run(main())
-    assert daemon.process.wait(20) == 0
+    assert daemon.process.wait(PATIENCE_S) == 0
     assert not daemon.path.exists()
 
 
@@ -101,14 +101,14 @@ def test_calls_that_are_given_up_end_all_the_same(start: Start, tmp_path: Path) 
                 pool = facts["pool"]
                 return not (pool["leaseCount"] or pool["pinnedBytes"] or pool["fillingCount"])
 
-            facts = await wait_for(daemon.address, rests, 20.0)
+            facts = await wait_for(daemon.address, rests)
             assert facts["engines"][0]["state"] == "ready"
             seen = engine.memory[0].copy()
             await asyncio.sleep(0.5)
             assert np.array_equal(engine.memory[0], seen)
             dropped = wire_ok((await engine.session.reset()).reply).droppedCount
             assert dropped == facts["pool"]["blockCount"]
-            await wait_for(daemon.address, lambda facts: facts["pool"]["usedBytes"] == 0, 20.0)
+            await wait_for(daemon.address, lambda facts: facts["pool"]["usedBytes"] == 0)
 
     asyncio.run(main())
     assert daemon.end() == 0
@@ -128,7 +128,7 @@ def test_a_second_sigterm_in_the_middle_of_copies_does_not_wait(
             daemon.process.send_signal(signal.SIGTERM)
             outcomes = await asyncio.gather(*loads, *saves, return_exceptions=True)
             assert check_loads(engine, outcomes[:16]) > 0
-            assert await asyncio.to_thread(daemon.process.wait, 10) in {0, 1}
+            assert await asyncio.to_thread(daemon.process.wait, PATIENCE_S) in {0, 1}
             seen = engine.memory[0].copy()
             await asyncio.sleep(0.5)
             assert np.array_equal(engine.memory[0], seen), "a dead daemon writes nothing"
@@ -166,4 +166,4 @@ def test_after_the_drain_deadline_an_answer_still_means_that_nothing_is_written(
                 assert (seen[block] == 7).all()
 
     asyncio.run(main())
-    assert daemon.process.wait(20) == 0
+    assert daemon.process.wait(PATIENCE_S) == 0

@@ -13,6 +13,7 @@ import pytest
 import trio
 import trio.lowlevel
 
+from tests.conftest import PATIENCE_S
 from trikv.process import guest
 from trikv.process.guest import TURNS_MAX, TURNS_S, Guest, Host
 from trikv.streams import Loop
@@ -34,7 +35,7 @@ def in_guest(
 
         await here.start(run_trio)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 return await work(here)
         finally:
             here.close_calls()

@@ -28,7 +28,7 @@ def test_status_tells_what_other_sizes_would_give(start: Start, tmp_path: Path) 
 
     asyncio.run(main())
     facts = asyncio.run(
-        wait_for(daemon.address, lambda one: one["shadows"] and _rate(one, 8) > 0.749, 20)
+        wait_for(daemon.address, lambda one: one["shadows"] and _rate(one, 8) > 0.749)
     )
     assert _rate(facts, 0.5) == 0.0
     assert _rate(facts, 8) == pytest.approx(0.75, abs=0.001)  # all but the first of four turns

@@ -214,7 +214,7 @@ def test_a_grant_opens_its_own_blocks_until_it_is_over(node: Node) -> None:
             assert (await read(bytes(short.token), 0))[0] is tcpframes.Status.UNKNOWN
             assert not (await session.release(grant=short.grant)).reply.ok.wasValid
             left = bytes((await lend(session, origin, prompt("a"))).ok.token)
-        await wait_for(node.daemon.address, lambda facts: facts["cluster"]["grantCount"] == 0, 30)
+        await wait_for(node.daemon.address, lambda facts: facts["cluster"]["grantCount"] == 0)
         assert (await read(left, int(offsets[0])))[0] is tcpframes.Status.UNKNOWN
 
     run(story())

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conftest import Start
+from tests.conftest import PATIENCE_S, Start
 from tests.integration.daemons import (
     Engine,
     RunningDaemon,
@@ -173,7 +173,7 @@ def test_takeover_ends_the_other_and_goes_on_with_its_blocks(
     begin_s = time.monotonic()
     second = daemon_on(start, tmp_path, folder, "--takeover")
     took_s = time.monotonic() - begin_s
-    assert first.process.wait(10) == 0
+    assert first.process.wait(PATIENCE_S) == 0
     assert first.events()[-1]["event"] == "daemon.ended"
     (replaced,) = [one for one in second.events() if one["event"] == "daemon.replaced"]
     assert replaced["pid"] == first.process.pid
@@ -202,7 +202,7 @@ def test_takeover_of_nobody_and_of_one_who_does_not_end(
     (line,) = said.stderr.splitlines()
     assert f"process {frozen.process.pid} does not end in 0.3 s" in line
     frozen.process.send_signal(signal.SIGCONT)
-    frozen.process.wait(10)  # it was asked to end, and does now
+    frozen.process.wait(PATIENCE_S)  # it was asked to end, and does now
 
 
 def test_another_size_begins_anew_and_says_so(start: Start, tmp_path: Path, folder: Path) -> None:
@@ -235,7 +235,7 @@ def test_without_a_size_the_kept_pool_keeps_its_own(
             ),
             stderr=stderr,
         )
-    until_s = time.monotonic() + 30
+    until_s = time.monotonic() + 60
     while '"daemon.ready"' not in log.read_text():
         assert second.poll() is None, log.read_text()
         assert time.monotonic() < until_s

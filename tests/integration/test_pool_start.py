@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Start
+from tests.conftest import PATIENCE_S, Start
 from tests.integration.daemons import attached, start_daemon, status
 from tests.integration.test_resources import works
 from trikv.address import Address
@@ -35,7 +35,7 @@ def test_the_daemon_serves_while_most_of_the_pool_is_not_touched(
             await works(engine, "early")
             assert not [one for one in daemon.events() if one["event"] == "pool.touched"]
             flag.touch()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while "pool.touched" not in daemon.log.read_text():  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             await works(engine, "late")

@@ -35,7 +35,7 @@ async def resting(address: str) -> dict[str, Any]:
         pool = facts["pool"]
         return not (pool["leaseCount"] or pool["pinnedBytes"] or pool["fillingCount"])
 
-    facts = await wait_for(address, rests, 10.0)
+    facts = await wait_for(address, rests)
     pool: dict[str, Any] = facts["pool"]
     return pool
 

@@ -28,7 +28,6 @@ from trikv.process.guest import Guest
 from trikv.streams import Loop
 
 T = TypeVar("T")
-READY_S = 30.0
 WAIT_S = 60.0
 ROOT = Path(__file__).resolve().parents[2]
 A, B = b"a" * 20, b"b" * 20
@@ -43,7 +42,7 @@ class RunningMeta:
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(20)
+        return self.process.wait(WAIT_S)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in self.log.read_text().splitlines()]
@@ -78,7 +77,7 @@ def start_meta(
     with log.open("w") as stderr:
         command = [*within, *meta_command(*given, before=before)]
         process = start(command, stderr=stderr, env=clean_environment(), cwd=ROOT)
-    deadline_s = time.monotonic() + READY_S
+    deadline_s = time.monotonic() + WAIT_S
     while '"meta.ready"' not in log.read_text():
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline_s, log.read_text()
