@@ -44,6 +44,11 @@ def copy(_targets: object, _sources: object, sizes: NDArray[np.int64], stream: C
     stream.busy(float(sizes.sum()) / BUS_BYTES_S)
 
 
+def copy_run(_target: int, _source: int, size: int, stream: Clock) -> None:
+    """Keep the bus busy."""
+    stream.busy(size / BUS_BYTES_S)
+
+
 def copy_rectangle(
     _device: object,
     _host: object,
@@ -114,6 +119,7 @@ def module() -> Any:  # noqa: ANN401
         compile_kernels=lambda _source, names, _capability: names,
         copy=copy,
         copy_rectangle=copy_rectangle,
+        copy_run=copy_run,
         describe=lambda _: ("made up", 90),
         driver_version=lambda: 13_000,
         find_device=lambda uuid: uuid,

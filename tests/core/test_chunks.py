@@ -78,19 +78,36 @@ def test_a_load_s_tail_is_what_the_bus_moves_while_kernels_wait(
 def test_chunks_are_never_empty_nor_too_large(count: int, chunk_pages: int) -> None:
     started, sizes = 0, []
     while started < count:
-        sizes.append(chunk_blocks(started, page_bytes=PAGE, chunk_bytes=chunk_pages * PAGE))
+        left, most = count - started, chunk_pages * PAGE
+        sizes.append(chunk_blocks(started, left, page_bytes=PAGE, chunk_bytes=most))
         started += sizes[-1]
-    assert min(sizes) >= 1
-    assert max(sizes) <= max(1, chunk_pages)
-    assert sizes == sorted(sizes)
+    least = -(-max(1, chunk_pages) // 4)
+    assert started == count
+    assert min(sizes) >= min(least, count)
+    assert max(sizes[:-1], default=1) <= max(1, chunk_pages)
+    assert sizes[-1] <= max(1, chunk_pages) + least - 1
+    assert sizes[:-1] == sorted(sizes[:-1])
 
 
-def test_the_first_chunks_are_smaller() -> None:
+@pytest.mark.parametrize(
+    ("count", "wanted"),
+    [
+        (80, [4, 4, 8, 16, 16, 16, 16]),
+        (83, [4, 4, 8, 16, 16, 16, 19]),
+        (84, [4, 4, 8, 16, 16, 16, 16, 4]),
+        (8, [4, 4]),
+        (7, [7]),
+    ],
+)
+def test_the_first_chunks_are_smaller_and_the_last_one_is_not(
+    count: int, wanted: list[int]
+) -> None:
     started, sizes = 0, []
-    while started < 80:
-        sizes.append(chunk_blocks(started, page_bytes=PAGE, chunk_bytes=16 * PAGE))
+    while started < count:
+        left = count - started
+        sizes.append(chunk_blocks(started, left, page_bytes=PAGE, chunk_bytes=16 * PAGE))
         started += sizes[-1]
-    assert sizes == [4, 4, 8, 16, 16, 16, 16]
+    assert sizes == wanted
 
 
 @given(

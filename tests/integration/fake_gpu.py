@@ -145,8 +145,9 @@ class FakeLane:
         """It has no memory of its own."""
 
     def next_part(self, target: Any, begin: int, count: int, before: int) -> slice:
-        size = chunk_blocks(before, page_bytes=target.block_bytes, chunk_bytes=CHUNK_BYTES)
-        return slice(begin, min(begin + size, count))
+        left, each = count - begin, target.block_bytes
+        size = chunk_blocks(before, left, page_bytes=each, chunk_bytes=CHUNK_BYTES)
+        return slice(begin, begin + size)
 
     def start(self, target: Any, blocks: Sorted, part: slice) -> bool:
         if len(self.chunks) == CHUNKS_MAX:

@@ -101,6 +101,9 @@ class Cuda(ModuleType):
 
         self._put(stream, move)
 
+    def copy_run(self, target: int, source: int, size: int, stream: int) -> None:
+        self.copy(np.array([target]), np.array([source]), np.array([size]), stream)
+
     def copy_rectangle(
         self,
         device: tuple[int, int],

@@ -86,16 +86,19 @@ def noted(cuda: Cuda, *names: str) -> list[str]:
     return calls
 
 
-def test_the_bus_has_the_next_chunk_before_what_was_brought_is_scattered() -> None:
-    """Else it has nothing to do meanwhile."""
+@pytest.mark.parametrize("is_there", [False, True])
+def test_the_bus_has_the_next_chunk_before_what_was_brought_is_scattered(*, is_there: bool) -> None:
+    """Else it has nothing to do meanwhile. What has all come needs one kernel."""
     with doubled() as (cuda, lane_module, device_module):
         lane, target, blocks = a_lane(cuda, lane_module, device_module, into_engine=True)
         lane_module.CHUNK_BYTES = 2 * PAGE_ALIGN
         lane.bring((1, 0, 7), target, some(blocks, slice(12, 16)))
+        while is_there and any(cuda.streams):
+            cuda.go_on()
         calls = noted(cuda, "copy", "launch")
         landed = lane.land((1, 0, 7), blocks)
         parts = len(landed.parts)
-        assert (parts > 1, calls) == (True, [])
+        assert (parts, calls) == (1 if is_there else 3, [])
         assert lane.start(target, landed.blocks, slice(4, 6))
         assert calls == ["copy", *(parts + 1) * ["launch"]]
         assert [one.kernel is not None for one in lane._moving] == [*parts * [False], True]

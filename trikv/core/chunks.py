@@ -60,15 +60,16 @@ def sort(
     """
     order = np.argsort(offsets, kind="stable")
     offsets = offsets[order]
-    heads = np.ones(len(order), np.bool_)
-    step, slabs = offsets[1:] - offsets[:-1], offsets // slab_bytes
-    np.not_equal(step, page_bytes, out=heads[1:])
-    heads[1:] |= slabs[1:] != slabs[:-1]
+    heads = offsets % slab_bytes == 0  # no page reaches over the end of its slab
+    heads[1:] |= offsets[1:] - offsets[:-1] != page_bytes
+    heads[0] = True
     return Sorted(order, blocks[order], offsets, heads)
 
 
 def put_first(blocks: Sorted, pages: Offsets) -> tuple[Sorted, int]:
     """The same blocks, those of some pages before all others; and how many these are.
+
+    None are where a page is of several blocks: what was brought of it can go to one place only.
 
     Args:
         blocks: of one copy.
@@ -76,27 +77,45 @@ def put_first(blocks: Sorted, pages: Offsets) -> tuple[Sorted, int]:
     """
     begin, end = (np.searchsorted(pages, blocks.offsets, side) for side in ("left", "right"))
     is_first = begin < end
+    first = blocks.offsets[is_first]
+    if len(first) == 0 or (first[1:] == first[:-1]).any():
+        return blocks, 0
     at = np.concatenate((np.flatnonzero(is_first), np.flatnonzero(~is_first)))
     heads = blocks.heads[at]
     heads[0] = True
     heads[1:] |= np.diff(at) != 1
-    return Sorted(blocks.order[at], blocks.blocks[at], blocks.offsets[at], heads), int(
-        np.count_nonzero(is_first)
-    )
+    return Sorted(blocks.order[at], blocks.blocks[at], blocks.offsets[at], heads), len(first)
 
 
-def chunk_blocks(started: int, *, page_bytes: int, chunk_bytes: int) -> int:
+def blocks_of(pages: Offsets, blocks: Sorted, count: int) -> NDArray[np.int32]:
+    """The block of each page; -1: of none.
+
+    Args:
+        pages: in the pool, ascending.
+        blocks: the first `count` have one of these each.
+        count: of them.
+    """
+    ids = np.full(len(pages), -1, np.int32)
+    ids[np.searchsorted(pages, blocks.offsets[:count])] = blocks.blocks[:count]
+    return ids
+
+
+def chunk_blocks(started: int, left: int, *, page_bytes: int, chunk_bytes: int) -> int:
     """How many blocks the next chunk has.
 
-    The first chunks are smaller: the bus has something to do while the rest is gathered.
+    The first chunks are smaller: the bus has something to do while the rest is gathered. The last
+    one is not: a chunk of a few blocks costs as much as any, so the one before it takes them along.
 
     Args:
         started: blocks in earlier chunks.
+        left: blocks that are in none yet.
         page_bytes: of one block; a page that is larger than a chunk makes one of its own.
-        chunk_bytes: of a full chunk.
+        chunk_bytes: of a full chunk; the last one may have a quarter more.
     """
     full = max(1, chunk_bytes // page_bytes)
-    return min(full, max(started, -(-full // 4)))
+    least = -(-full // 4)
+    size = min(full, max(started, least))
+    return left if left - size < least else size
 
 
 def tail_blocks(count: int, *, page_bytes: int, pieces: int) -> tuple[int, bool]:
@@ -222,6 +241,8 @@ def next_copy(waiting: Sequence[Waiting], *, now_s: float) -> int:
         waiting: at least one.
         now_s: seconds on the clock of `since_s`.
     """
+    if len(waiting) == 1:
+        return 0
     left = [one.bytes_left - AGING_BYTES_S * (now_s - one.since_s) for one in waiting]
     return left.index(min(left))
 

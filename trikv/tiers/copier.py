@@ -12,6 +12,7 @@ the way is the end of the process: the daemon hears why, sees it dead, and start
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import socket
 import threading
@@ -44,9 +45,9 @@ ALIVE_S: Final = 1.0
 AWAKE_S: Final = 0.002 if processors.count() >= 8 else 0.0  # noqa: PLR2004
 """So long a copy that is about to come is waited for without sleep: to wake up, with cold caches,
 takes as long as a chunk's first step. Not on a small host: an engine needs its processors."""
-POLL_S: Final = 0.001
-"""How often a save looks whether the engine's work before it is over; sockets count in whole ms."""
-READ_BYTES: Final = 1 << 20
+POLL_MS: Final = 1
+"""How often a save looks whether the engine's work before it is over."""
+READ_BYTES: Final = 64 << 10  # for a larger buffer the interpreter would map memory each time
 PR_SET_PDEATHSIG: Final = 1
 EXIT_FAILED: Final = 3
 VALUE_MASK: Final = 0xFFFF_FFFF
@@ -106,6 +107,8 @@ class Work:
         self._direction = direction
         self._device = device
         self._sock = sock
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
         self._mapped = mapped
         self._mapping = mapping  # held while memory is unmapped
         self._frames = Frames()
@@ -161,18 +164,14 @@ class Work:
 
     def _take_orders(self) -> bool:
         """Take what has come; with nothing to do, wait for it. False: nothing will come."""
+        patience_ms: int | None = None
         if self._moving or time.perf_counter() < self._soon_until_s:
-            self._sock.settimeout(0)
+            patience_ms = 0
         elif self._waiting:  # a save that waits for its engine is looked at again
-            self._sock.settimeout(POLL_S)
-        else:
-            self._sock.settimeout(None)
-        try:
-            data = self._sock.recv(READ_BYTES)
-        except (BlockingIOError, TimeoutError):
+            patience_ms = POLL_MS
+        if not self._readable.poll(patience_ms):
             return True
-        finally:
-            self._sock.settimeout(None)
+        data = self._sock.recv(READ_BYTES)
         self._frames.feed(data, self._obey)
         return bool(data)
 
@@ -236,7 +235,7 @@ class Work:
 
     def _land(self, lane: Lane, transfer: Transfer) -> Sequence[slice]:
         """Chunks of a copy that were begun before its order came; first of all of its own."""
-        if transfer.section or transfer.started:
+        if transfer.section or transfer.started or not transfer.order.lease:
             return ()
         landed = lane.land(_key(transfer.order), transfer.sorted)
         transfer.sorted = landed.blocks

@@ -277,6 +277,11 @@ if _LAUNCH is not None:
     _LAUNCH.argtypes = (ctypes.c_void_p, *7 * (ctypes.c_uint,), *3 * (ctypes.c_void_p,))
 
 
+def copy_run(target: int, source: int, size: int, stream: Handle) -> None:
+    """Copy bytes between the device and registered memory."""
+    _ok(driver.cuMemcpyAsync(target, source, size, stream))
+
+
 def copy(
     targets: NDArray[np.int64], sources: NDArray[np.int64], sizes: NDArray[np.int64], stream: Handle
 ) -> None:
@@ -285,7 +290,7 @@ def copy(
         for target, source, size in zip(
             targets.tolist(), sources.tolist(), sizes.tolist(), strict=True
         ):
-            _ok(driver.cuMemcpyAsync(target, source, size, stream))
+            copy_run(target, source, size, stream)
         return
     targets, sources, sizes = (np.ascontiguousarray(one) for one in (targets, sources, sizes))
     code = _BATCH(

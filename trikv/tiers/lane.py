@@ -19,13 +19,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Final, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trikv.core.chunks import TAIL_BYTES, Sorted, chunk_blocks, put_first, tail_blocks
+from trikv.core.chunks import TAIL_BYTES, Sorted, blocks_of, chunk_blocks, put_first, tail_blocks
 from trikv.core.words import Offsets
 from trikv.tiers import gpu
 from trikv.tiers.busy import LATE_S, Busy
@@ -33,6 +32,7 @@ from trikv.tiers.devices import Key, Landed, Mapped, Target
 from trikv.tiers.events import Events
 from trikv.tiers.moves import GpuMemory, Group, Moves, Pool
 from trikv.tiers.staging import Giver, Staging
+from trikv.tiers.underway import Ahead, Landing, Moving
 
 CHUNK_BYTES: Final = 32 << 20
 CHUNK_BYTES_DIRECT: Final = 16 << 20
@@ -56,55 +56,6 @@ class Owner(Pool, Giver, Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
-class _Moving:
-    """A chunk under way.
-
-    Attributes:
-        end: comes when no byte of it moves any more.
-        bytes: in all.
-        steps: other events of a staged chunk; none: it goes straight.
-        kernel: when its kernel could begin and when it had ended, where that is timed.
-        kernel_bytes: that it moves.
-    """
-
-    end: gpu.Handle
-    bytes: int
-    steps: tuple[gpu.Handle, ...] = ()
-    kernel: tuple[gpu.Handle, gpu.Handle] | None = None
-    kernel_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Landing:
-    """A chunk that the bus brings, whose kernel has not been launched."""
-
-    moving: _Moving
-    there: gpu.Handle
-    group: Group
-    ids: NDArray[np.int32]
-    staging: int
-
-
-@dataclass(slots=True, eq=False)
-class _Ahead:
-    """Chunks that the bus brings for a load that has not come yet.
-
-    Attributes:
-        key: of the load.
-        group: of its rank.
-        begun: event before the first of them.
-        since_s: when they were asked for.
-        chunks: where in the staging each lies, the event when it is there, and its pages.
-    """
-
-    key: Key
-    group: Group
-    begun: gpu.Handle
-    since_s: float
-    chunks: list[tuple[int, gpu.Handle, Offsets]] = field(default_factory=list)
-
-
 class GpuLane:
     """One direction; a `Lane`. All calls come from one thread, or while that does nothing here."""
 
@@ -117,9 +68,9 @@ class GpuLane:
         self._moves = Moves(device, into_engine=into_engine)
         self._bus, self._cores = self._moves.bus, self._moves.cores
         self._events = Events()
-        self._moving: deque[_Moving] = deque()
-        self._landing: deque[_Landing] = deque()
-        self._ahead: _Ahead | None = None
+        self._moving: deque[Moving] = deque()
+        self._landing: deque[Landing] = deque()
+        self._ahead: Ahead | None = None
         self._bytes = 0  # under way
         self._is_full = False  # a chunk waits for room in the staging
         self.busy = Busy(late_s)
@@ -150,8 +101,8 @@ class GpuLane:
             return slice(begin, min(end, edge if begin < edge else count))
         if not is_busy and not 0 < room < group.pitch:
             size = min(CHUNK_BYTES, room // CHUNKS_MIN or CHUNK_BYTES)
-        size = chunk_blocks(before, page_bytes=group.pitch, chunk_bytes=size)
-        return slice(begin, min(begin + size, count))
+        size = chunk_blocks(before, count - begin, page_bytes=group.pitch, chunk_bytes=size)
+        return slice(begin, begin + size)
 
     def _tail(self, group: Group, count: int) -> tuple[int, bool]:
         """See `tail_blocks`. Not of a save: asking for pieces takes as long as its kernel waits."""
@@ -190,46 +141,47 @@ class GpuLane:
         self.forget()
         if self.busy.is_now or not self.staging.fits(group.pitch):
             return
-        begun = self._mark(self._bus, is_timed=True)
-        ahead = self._ahead = _Ahead(key, group, begun, now_s)
-        while end < len(blocks.offsets):
-            part = self.next_part(target, end, len(blocks.offsets), end)
-            offsets, end = blocks.offsets[part], part.stop
-            at = self.staging.ring.take(len(offsets) * group.pitch)
-            if at is None:
-                break
-            self._device.register_slabs(offsets)
-            self._moves.pages(group, offsets, blocks.heads[part], self.staging.address + at)
-            ahead.chunks.append((at, self._mark(self._bus, is_timed=True), offsets))
-            self._bytes += len(offsets) * group.pitch
+        count = min(len(blocks.offsets), self.staging.ring.size // group.pitch)
+        at = self.staging.ring.take(count * group.pitch)
+        assert at is not None, "nothing moves now"
+        begun, first = self._mark(self._bus, is_timed=True), self.staging.address + at
+        self._bytes += count * group.pitch
+        ahead = self._ahead = Ahead(key, group, blocks.offsets[:count], first, now_s, begun)
+        while end < count:
+            part = self.next_part(target, end, count, end)
+            self._device.register_slabs(blocks.offsets[part])
+            where = first + end * group.pitch
+            self._moves.pages(group, blocks.offsets[part], blocks.heads[part], where)
+            end = part.stop
+            ahead.chunks.append((end, self._mark(self._bus)))
+        ahead.ended = self._mark(self._bus, is_timed=True)
 
     def land(self, key: Key, blocks: Sorted) -> Landed:
         """See `Lane`. A page that the load does not want goes nowhere."""
         ahead, count = self._ahead, 0
         if ahead is None:
             return Landed(blocks)
-        if ahead.key == key and ahead.chunks:
-            pages = np.concatenate([one for _, _, one in ahead.chunks])
-            blocks, count = put_first(blocks, pages)
-        # One page for several blocks: no row can go to two places.
-        is_twice = bool((np.diff(blocks.offsets[:count]) == 0).any())
-        if count == 0 or is_twice:
+        if ahead.key == key:
+            blocks, count = put_first(blocks, ahead.pages)
+        if count == 0:
             self.forget()
             return Landed(blocks)
-        self._ahead, parts, first = None, [], 0
-        is_whole = count == len(blocks.blocks)
-        begun, last = ahead.begun, ahead.chunks[-1][1]
-        bus_s = gpu.seconds_between(begun, last) if gpu.is_over(last) else math.inf
-        for at, there, pages in ahead.chunks:
-            part = slice(first, int(np.searchsorted(blocks.offsets[:count], pages[-1], "right")))
-            ids, first = np.full(len(pages), -1, np.int32), part.stop
-            ids[np.searchsorted(pages, blocks.offsets[part])] = blocks.blocks[part]
-            size, is_last = len(pages) * ahead.group.pitch, there is last
+        self._ahead, parts, begin, first = None, [], 0, 0
+        is_whole, begun, ended = count == len(blocks.blocks), ahead.begun, ahead.ended
+        ids, pitch = blocks_of(ahead.pages, blocks, count), ahead.group.pitch
+        chunks, bus_s = ahead.chunks, math.inf
+        if gpu.is_over(ended):  # one kernel for all
+            chunks, bus_s = chunks[-1:], gpu.seconds_between(begun, ended)
+        for end, there in chunks:
+            last = np.searchsorted(blocks.offsets[:count], ahead.pages[end - 1], "right")
+            part, size = slice(first, int(last)), (end - begin) * pitch
+            is_last = end == len(ids)  # the staging and all events go with it
+            steps = ahead.events if is_last else ()
             self._bytes -= size
-            steps = (there, begun) if is_last else (there,)
             moving = self._note(self._events.take(is_timed=is_last), size, steps)
-            moving.kernel_bytes = (part.stop - part.start) * ahead.group.pitch
-            landing = _Landing(moving, there, ahead.group, ids, self.staging.address + at)
+            moving.kernel_bytes = (part.stop - first) * pitch
+            where = ahead.staging + begin * pitch
+            landing = Landing(moving, there, ahead.group, ids[begin:end], where)
             if is_whole and is_last:  # behind all bytes, and not before now: it can begin then
                 gpu.record(begun, self._bus)
                 gpu.wait_in(self._cores, begun)
@@ -239,6 +191,7 @@ class GpuLane:
             else:  # the bus first: what is asked of it next
                 self._landing.append(landing)
             parts.append(part)
+            begin, first = end, part.stop
         if not is_whole:
             self.busy.time_next()
         return Landed(blocks, parts, ahead.since_s, bus_s)
@@ -246,14 +199,11 @@ class GpuLane:
     def forget(self) -> None:
         """See `Lane`."""
         ahead, self._ahead = self._ahead, None
-        if ahead is None:
-            return
-        self._events.put_away(ahead.begun)
-        for _, there, pages in ahead.chunks:
-            gpu.wait(there)
-            self._events.put_away(there)
+        if ahead is not None:
+            gpu.wait(ahead.ended)
+            self._events.put_away(*ahead.events)
             self.staging.ring.give_back()
-            self._bytes -= len(pages) * ahead.group.pitch
+            self._bytes -= len(ahead.pages) * ahead.group.pitch
 
     def wait(self) -> None:
         """See `Lane`."""
@@ -335,7 +285,7 @@ class GpuLane:
         there = self._mark(self._bus, is_timed=is_timed)
         end = self._events.take(is_timed=is_timed)
         moving = self._note(end, size, (there,), (there, end) if is_timed else None)
-        self._landing.append(_Landing(moving, there, group, ids, where))
+        self._landing.append(Landing(moving, there, group, ids, where))
         if not is_busy:
             self._scatter_all()
         return True
@@ -352,8 +302,6 @@ class GpuLane:
     ) -> None:
         """A chunk of a save; of a large one the bus has the head while the rest is gathered."""
         begun, gathered = self._mark(self._bus, is_timed=True) if is_timed else None, []
-        if begun is not None:
-            gpu.wait_in(self._cores, begun)
         head = HEAD_BYTES // group.pitch
         parts = [slice(0, len(ids))]
         if 0 < 2 * head < len(ids):
@@ -381,7 +329,7 @@ class GpuLane:
         while self._landing:
             self._scatter(self._landing.popleft())
 
-    def _scatter(self, landing: _Landing) -> None:
+    def _scatter(self, landing: Landing) -> None:
         """Launch its kernel, behind its bytes."""
         gpu.wait_in(self._cores, landing.there)
         self._moves.kernel(landing.group, landing.ids, landing.staging)
@@ -393,8 +341,8 @@ class GpuLane:
         size: int,
         steps: tuple[gpu.Handle, ...] = (),
         kernel: tuple[gpu.Handle, gpu.Handle] | None = None,
-    ) -> _Moving:
+    ) -> Moving:
         """A chunk is under way, behind all others."""
         self._bytes += size
-        self._moving.append(_Moving(end, size, steps, kernel, size))
+        self._moving.append(Moving(end, size, steps, kernel, size))
         return self._moving[-1]

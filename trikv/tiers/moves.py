@@ -109,6 +109,11 @@ class Moves:
 
     def pages(self, group: Group, offsets: Offsets, heads: NDArray[np.bool_], staging: int) -> None:
         """Between the pool and staging: all of these pages, or the part that a section is."""
+        if not (group.is_section or heads[1:].any()):
+            page = self._pool.pool_address + int(offsets[0])
+            ends = (staging, page) if self._into_engine else (page, staging)
+            gpu.copy_run(*ends, len(offsets) * group.pitch, self.bus)
+            return
         if not group.is_section:
             runs = page_runs(offsets, heads, page_bytes=group.pitch)
             runs[:, 0] += staging
