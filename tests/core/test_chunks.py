@@ -38,7 +38,7 @@ def test_blocks_move_in_the_pool_s_order(pages: list[int]) -> None:
     assert blocks[got.order].tolist() == got.blocks.tolist()
 
 
-@given(pages=st.sets(st.integers(0, 40), min_size=1), first=st.sets(st.integers(0, 50)))
+@given(pages=st.sets(st.integers(0, 40), min_size=1), first=st.sets(st.integers(0, 50), min_size=1))
 def test_some_pages_are_put_first_and_runs_do_not_reach_over_the_seam(
     pages: set[int], first: set[int]
 ) -> None:

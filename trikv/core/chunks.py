@@ -73,17 +73,19 @@ def put_first(blocks: Sorted, pages: Offsets) -> tuple[Sorted, int]:
 
     Args:
         blocks: of one copy.
-        pages: in the pool, ascending; some may be of no block.
+        pages: in the pool, ascending, at least one; some may be of no block.
     """
-    begin, end = (np.searchsorted(pages, blocks.offsets, side) for side in ("left", "right"))
-    is_first = begin < end
+    near = pages[np.minimum(np.searchsorted(pages, blocks.offsets), len(pages) - 1)]
+    is_first = near == blocks.offsets
     first = blocks.offsets[is_first]
     if len(first) == 0 or (first[1:] == first[:-1]).any():
         return blocks, 0
-    at = np.concatenate((np.flatnonzero(is_first), np.flatnonzero(~is_first)))
+    if len(first) == len(blocks.offsets):
+        return blocks, len(first)
+    at = np.argsort(~is_first, kind="stable")
     heads = blocks.heads[at]
     heads[0] = True
-    heads[1:] |= np.diff(at) != 1
+    heads[1:] |= at[1:] - at[:-1] != 1
     return Sorted(blocks.order[at], blocks.blocks[at], blocks.offsets[at], heads), len(first)
 
 
