@@ -20,6 +20,10 @@ RSS_BYTES_MAX = 16 << 20
 """What the engine's process may grow by in 90 restarts; a megabyte was seen."""
 
 
+UNTIMED = ["--lease-seconds", "600", "--fill-seconds", "600"]
+"""What is given back is given back by somebody, not because its time is over."""
+
+
 def forked(world: World, **knobs: Any) -> ForkedDaemon:
     """Put a forked daemon in the place of the world's own."""
     world.daemon.kill()
@@ -125,7 +129,7 @@ def another_version_in_its_place(world: World) -> dict[str, Any]:
 @scenario
 def aborts_of_slow_loads(world: World) -> dict[str, Any]:
     """500 requests aborted at random: engine and daemon have as much free as before."""
-    daemon = forked(world, copy_s=0.03)
+    daemon = forked(world, copy_s=0.03, arguments=UNTIMED)
     rig = world.rig(blocks=48)
     facts = abort_at_random(world, rig)
     check_daemon_is_empty(rig, daemon)
@@ -135,7 +139,7 @@ def aborts_of_slow_loads(world: World) -> dict[str, Any]:
 @scenario
 def aborts_of_slow_loads_and_deaths(world: World) -> dict[str, Any]:
     """The same, and the daemon dies and comes back meanwhile."""
-    daemon = forked(world, copy_s=0.03)
+    daemon = forked(world, copy_s=0.03, arguments=UNTIMED)
     rig = world.rig(blocks=48, extra={"trikv.query_timeout_ms": 200})
 
     def now_and_then(number: int) -> None:

@@ -21,6 +21,12 @@ import numpy as np
 from tests.conftest import PATIENCE_S, Start
 from trikv import wire
 
+UNTIMED = (
+    *("--heartbeat-seconds", "600"),
+    *("--lease-seconds", "600"),
+    *("--fill-seconds", "600"),
+)
+"""Nothing ends because its time is over: what a test waits for comes of what was done."""
 IS_INSIDE = contextvars.ContextVar("a kj loop runs here", default=False)
 
 

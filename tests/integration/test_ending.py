@@ -11,6 +11,7 @@ import numpy as np
 
 from tests.conftest import PATIENCE_S, Start
 from tests.integration.daemons import (
+    UNTIMED,
     Engine,
     attached,
     hashes,
@@ -86,7 +87,7 @@ def test_sigterm_lets_loads_and_saves_in_flight_end(start: Start, tmp_path: Path
 
 
 def test_calls_that_are_given_up_end_all_the_same(start: Start, tmp_path: Path) -> None:
-    daemon = start_daemon(start, tmp_path, "--pool-size", "256mb")
+    daemon = start_daemon(start, tmp_path, "--pool-size", "256mb", *UNTIMED)
 
     async def main() -> None:
         async with attached(daemon.address, block_count=BLOCKS, page_bytes=PAGE) as engine:

@@ -16,6 +16,7 @@ import pytest
 
 from tests.conftest import PATIENCE_S, Start
 from tests.integration.daemons import (
+    UNTIMED,
     Engine,
     RunningDaemon,
     attached,
@@ -197,9 +198,6 @@ def test_a_distant_version_is_refused_by_name(daemon: RunningDaemon) -> None:
 # -- ends
 
 
-NO_HEARTBEATS = ("--heartbeat-seconds", "600")
-
-
 def names(facts: dict[str, Any]) -> set[str]:
     return {engine["name"] for engine in facts["engines"]}
 
@@ -208,7 +206,7 @@ def names(facts: dict[str, Any]) -> set[str]:
 def test_a_killed_engine_is_gone_long_before_it_misses_a_heartbeat(
     start: Start, tmp_path: Path, command: str
 ) -> None:
-    daemon = start_daemon(start, tmp_path, *NO_HEARTBEATS)
+    daemon = start_daemon(start, tmp_path, *UNTIMED)
     child = spawn(start, daemon, command)
     name = json.loads(child.stdout.readline())["name"]  # type: ignore[union-attr]
     asyncio.run(wait_for(daemon.address, lambda facts: name in names(facts)))
@@ -229,7 +227,7 @@ def test_a_frozen_engine_is_forgotten(daemon: RunningDaemon, start: Start) -> No
 
 def test_a_forked_child_does_not_keep_an_engine_alive(start: Start, tmp_path: Path) -> None:
     """It inherited the socket and keeps the connection open after its parent has died."""
-    daemon = start_daemon(start, tmp_path, *NO_HEARTBEATS)
+    daemon = start_daemon(start, tmp_path, *UNTIMED)
     code = (
         "import asyncio, os, sys, time; from tests.integration.daemons import attached\n"
         "async def main():\n"

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from tests.tiers.cuda_double import BLOCKS, ENGINE, POOL, SLAB, Cuda, Owner, doubled
-from tests.tiers.test_gpu_chunks import a_lane, some
+from tests.tiers.test_gpu_ahead import some
+from tests.tiers.test_gpu_chunks import a_lane
 from trikv.core.chunks import Sorted
 from trikv.core.layout import Piece
 from trikv.core.pages import PAGE_ALIGN

@@ -47,7 +47,7 @@ AWAKE_S: Final = 0.002 if processors.count() >= 8 else 0.0  # noqa: PLR2004
 takes as long as a chunk's first step. Not on a small host: an engine needs its processors."""
 POLL_MS: Final = 1
 """How often a save looks whether the engine's work before it is over."""
-READ_BYTES: Final = 64 << 10  # for a larger buffer the interpreter would map memory each time
+READ_BYTES: Final = 256 << 10  # what a socket holds
 PR_SET_PDEATHSIG: Final = 1
 EXIT_FAILED: Final = 3
 VALUE_MASK: Final = 0xFFFF_FFFF

@@ -141,20 +141,22 @@ class GpuLane:
         self.forget()
         if self.busy.is_now or not self.staging.fits(group.pitch):
             return
-        count = min(len(blocks.offsets), self.staging.ring.size // group.pitch)
+        # No more than half of the staging: the bus goes on with the rest until that half is free.
+        count = min(len(blocks.offsets), max(1, self.staging.ring.size // 2 // group.pitch))
         at = self.staging.ring.take(count * group.pitch)
         assert at is not None, "nothing moves now"
         begun, first = self._mark(self._bus, is_timed=True), self.staging.address + at
-        self._bytes += count * group.pitch
-        ahead = self._ahead = Ahead(key, group, blocks.offsets[:count], first, now_s, begun)
+        chunks: list[tuple[int, gpu.Handle]] = []
         while end < count:
             part = self.next_part(target, end, count, end)
             self._device.register_slabs(blocks.offsets[part])
             where = first + end * group.pitch
             self._moves.pages(group, blocks.offsets[part], blocks.heads[part], where)
             end = part.stop
-            ahead.chunks.append((end, self._mark(self._bus)))
-        ahead.ended = self._mark(self._bus, is_timed=True)
+            chunks.append((end, self._mark(self._bus)))
+        pages, ended = blocks.offsets[:count], self._mark(self._bus, is_timed=True)
+        self._ahead = Ahead(key, group, pages, first, now_s, begun, ended, chunks)
+        self._bytes += count * group.pitch
 
     def land(self, key: Key, blocks: Sorted) -> Landed:
         """See `Lane`. A page that the load does not want goes nowhere."""
@@ -228,11 +230,14 @@ class GpuLane:
             self.staging.grow()
 
     def _scatter_bunch(self) -> None:
-        """Launch the oldest kernel, or all: while more waits for room, the bus needs the rest.
+        """Launch all kernels; while more waits for room, those that make some: the bus needs it.
 
         That of a tail waits in the stream for its bytes: they come while all wait for their turn.
         """
-        bunch = [self._landing.popleft() for _ in range(1 if self._is_full else len(self._landing))]
+        count = len(self._landing)
+        if self._is_full:
+            count = next(at for at, one in enumerate(self._landing, 1) if one.moving.steps)
+        bunch = [self._landing.popleft() for _ in range(count)]
         last = bunch[-1]
         is_tail = len(last.ids) * last.group.page_bytes <= TAIL_BYTES and len(bunch) > 1
         there = bunch[:-1] if is_tail else bunch
@@ -302,6 +307,8 @@ class GpuLane:
     ) -> None:
         """A chunk of a save; of a large one the bus has the head while the rest is gathered."""
         begun, gathered = self._mark(self._bus, is_timed=True) if is_timed else None, []
+        if begun is not None:  # else it might begin before
+            gpu.wait_in(self._cores, begun)
         head = HEAD_BYTES // group.pitch
         parts = [slice(0, len(ids))]
         if 0 < 2 * head < len(ids):

@@ -3,7 +3,7 @@
 Decided here: nothing; these are its records.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,7 @@ class Landing:
     staging: int
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Ahead:
     """Chunks that the bus brings for a load that has not come yet; in the staging a single part.
 
@@ -65,8 +65,8 @@ class Ahead:
     staging: int
     since_s: float
     begun: gpu.Handle
-    ended: gpu.Handle = None
-    chunks: list[tuple[int, gpu.Handle]] = field(default_factory=list)
+    ended: gpu.Handle
+    chunks: list[tuple[int, gpu.Handle]]
 
     @property
     def events(self) -> tuple[gpu.Handle, ...]:
