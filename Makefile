@@ -70,7 +70,7 @@ demo: $(READY) ## see a second engine find what the first one computed (4-9 minu
 	@$(PY) examples/demo.py
 
 bench: $(READY) ## every benchmark, as JSON lines
-	@for name in core_ops ceiling rpc hostmem meta peer ssd; do $(PY) -m bench.$$name --json || exit; done
+	@for name in core_ops copier ceiling rpc hostmem meta peer ssd; do $(PY) -m bench.$$name --json || exit; done
 
 soak: $(READY) ## a million calls of engines that come and go: memory, stalls, bytes (about an hour)
 	@$(PY) -m bench.soak
