@@ -12,16 +12,15 @@ when all is there and the thread sleeps.
 import argparse
 import socket
 import statistics
-import sys
 import threading
 import time
 from typing import Final
 
 import numpy as np
 
-import trikv.tiers
 from bench import fake_cuda
 from bench.lines import Line, print_json, print_table
+from trikv.core.layout import Piece
 from trikv.core.pages import PAGE_ALIGN
 from trikv.tiers import frames
 
@@ -45,7 +44,7 @@ class Bench:
 
     def __init__(self, *, into_engine: bool, blocks: int, page_bytes: int) -> None:
         """Start it; `fake_cuda` stands in for CUDA by now."""
-        from trikv.tiers import copier, device, kernels, moves  # noqa: PLC0415  # they import `gpu`
+        from trikv.tiers import copier, device, kernels  # noqa: PLC0415  # they import `gpu`
 
         copier.AWAKE_S = 0.002  # type: ignore[misc]  # as on a host of many processors
         pages = np.arange(blocks, dtype=np.int64) * page_bytes
@@ -59,12 +58,9 @@ class Bench:
         gpu = device.GpuDevice(None, "made up", names, *facts)
         gpu.prepare_pool(lambda _: None)
         size = page_bytes // PIECES
-        length = np.full(PIECES, size, np.int64)
-        address = (1 << 41) + np.arange(PIECES) * size * blocks
-        table = kernels.table(address, length, length)
-        page = (page_bytes, page_bytes, page_bytes, 0)
-        group = moves.Group(address, length, length, *page, False, False, table, 0)  # noqa: FBT003
-        memory = moves.GpuMemory((), (), (group,), SLAB_BYTES)
+        pieces = tuple(Piece(0, at * size * blocks, size, size) for at in range(PIECES))
+        group = frames.GroupOrder(blocks, pieces)
+        memory = gpu.attach(frames.AttachOrder((bytes(64),), (), (group,)))
         self.sock, theirs = socket.socketpair()
         mapping = threading.Lock()
         work = copier.Work(self.direction, gpu, theirs, {1: memory}, mapping)
@@ -98,10 +94,7 @@ def wait(event: fake_cuda.Clock) -> None:
 def measure(blocks: int, page_bytes: int, rounds: int) -> list[Line]:
     """All cases, one after another."""
     fake_cuda.KERNEL_S = 0.0  # type: ignore[misc]
-    made_up = fake_cuda.module()
-    made_up.wait = wait
-    sys.modules["trikv.tiers.gpu"] = made_up
-    trikv.tiers.gpu = made_up
+    fake_cuda.install().wait = wait
     bus_s = blocks * page_bytes / fake_cuda.BUS_BYTES_S
     lines = []
     for case, (into_engine, is_ahead, after_s) in CASES.items():

@@ -144,11 +144,17 @@ def module() -> Any:  # noqa: ANN401
     )
 
 
-def main() -> None:
-    """Be a copier."""
+def install() -> Any:  # noqa: ANN401
+    """Put it in the place of `trikv.tiers.gpu`, before anything imports that; returns it."""
     made_up = module()
     sys.modules["trikv.tiers.gpu"] = made_up
     trikv.tiers.gpu = made_up
+    return made_up
+
+
+def main() -> None:
+    """Be a copier."""
+    install()
     from trikv.tiers import device  # noqa: PLC0415  # it looks for `gpu` when it is loaded
 
     device.main()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.connector.daemons import FakeDaemon
+from tests.connector.daemons import PATIENCE_S, FakeDaemon
 from trikv.connector.calls import Calls
 from trikv.connector.client import Client, Introduction, Settings
 from trikv.connector.link import CallError
@@ -25,14 +25,14 @@ def declaration() -> dict[str, Any]:
     return {"instance": {"name": f"engine-{os.getpid()}", "rankCount": 1, "fields": FIELDS}}
 
 
-def until(claim: Callable[[], bool], seconds: float = 60.0) -> None:
+def until(claim: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
     end = time.monotonic() + seconds
     while not claim():
         assert time.monotonic() < end, "it did not become true"
         time.sleep(0.005)
 
 
-def outcome(future: Future[Any], seconds: float = 60.0) -> Any:
+def outcome(future: Future[Any], seconds: float = PATIENCE_S) -> Any:
     try:
         return future.result(seconds)
     except CallError as error:

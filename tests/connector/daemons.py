@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 60.0
+PATIENCE_S = 60.0  # as in tests/conftest.py
 LIBC = ctypes.CDLL(None)
 
 
@@ -56,7 +56,7 @@ class FakeDaemon:
     def wait_ready(self) -> None:
         assert self.child is not None
         assert self.child.stdout is not None
-        ready, _, _ = select.select([self.child.stdout], [], [], START_S)
+        ready, _, _ = select.select([self.child.stdout], [], [], PATIENCE_S)
         assert ready, "the daemon does not start"
         assert self.child.stdout.readline() == "ready\n"
 
@@ -114,7 +114,7 @@ class RealDaemon(FakeDaemon):
         ]
 
     def wait_ready(self) -> None:
-        until = time.monotonic() + 60
+        until = time.monotonic() + PATIENCE_S
         while not self.path.exists():
             assert time.monotonic() < until, "no socket"
             time.sleep(0.02)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tests.connector.daemons import PATIENCE_S
 from tests.connector.rig import Rig
 from tests.connector.world import PROMPT, World, scenario
 
@@ -23,7 +24,7 @@ def cold_then_warm(world: World) -> dict[str, Any]:
     assert rig.outputs["warm"] == cold
     counts = world.daemon.counts()
     assert counts["loaded"] == 6
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_S
     while world.daemon.counts()["leases"]:
         assert time.monotonic() < until, world.daemon.counts()
         time.sleep(0.01)
@@ -146,7 +147,7 @@ def aborts_at_random_moments(world: World) -> dict[str, Any]:
     rig = world.rig(blocks=48)
     world.daemon.tell(load_s=0.004, save_s=0.002, query_s=0.001)
     facts = abort_at_random(world, rig)
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_S
     while world.daemon.counts()["leases"]:
         assert time.monotonic() < until, world.daemon.counts()
         rig.step()
@@ -300,14 +301,14 @@ def reset_forgets(world: World) -> dict[str, Any]:
     rig.run()
     assert rig.admitted["cold"] == 0
     world.daemon.kill()
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_S
     while rig.connector._client.is_ready:
         assert time.monotonic() < until
         time.sleep(0.01)
     assert rig.connector.reset_cache() is False
     world.daemon.start()
     rig.wait_attached()
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_S
     for number in itertools.count():  # hits return, without a restart of the engine
         assert time.monotonic() < until
         rig.scheduler.reset_prefix_cache()

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.connector.daemons import ROOT, RealDaemon, clean_environ, die_with_parent
+from tests.connector.daemons import PATIENCE_S, ROOT, RealDaemon, clean_environ, die_with_parent
 from trikv import wire
 from trikv.nursery import serve
 from trikv.tiers import hostmem
@@ -58,7 +58,7 @@ class ForkedDaemon(RealDaemon):
         self.wait_ready()
 
     def wait_ready(self) -> None:
-        until = time.monotonic() + 60
+        until = time.monotonic() + PATIENCE_S
         while True:
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
                 sock.connect(str(self.path))  # a file may be there from the one before

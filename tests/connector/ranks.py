@@ -6,7 +6,7 @@ With each vLLM: versions say otherwise which ranks hold the same.
 import time
 from typing import Any
 
-from tests.connector.daemons import RealDaemon
+from tests.connector.daemons import PATIENCE_S, RealDaemon
 from tests.connector.rig import Rig
 from tests.connector.world import PROMPT, World, scenario
 
@@ -31,7 +31,7 @@ def computed_once(world: World, blocks: int, **options: Any) -> list[int]:
     rig = world.rig(**options)
     rig.add("cold", PROMPT)
     rig.run()
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_S
     while pool(world)["blockCount"] < blocks:
         assert time.monotonic() < until, pool(world)
         rig.step()

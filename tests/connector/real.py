@@ -8,6 +8,7 @@ import threading
 import time
 from typing import Any
 
+from tests.connector.daemons import PATIENCE_S
 from tests.connector.flows import abort_at_random
 from tests.connector.forked import ForkedDaemon
 from tests.connector.rig import Rig
@@ -18,8 +19,6 @@ from trikv.wire import PROTOCOL
 RESTARTS = 100
 RSS_BYTES_MAX = 16 << 20
 """What the engine's process may grow by in 90 restarts; a megabyte was seen."""
-
-
 UNTIMED = ["--lease-seconds", "600", "--fill-seconds", "600"]
 """What is given back is given back by somebody, not because its time is over."""
 
@@ -107,7 +106,7 @@ def another_version_in_its_place(world: World) -> dict[str, Any]:
             rig.wait_attached()
             assert cold_and_warm(rig, f"step {step} {len(rig.outputs)}", free) == expected
             continue
-        until = time.monotonic() + 60
+        until = time.monotonic() + PATIENCE_S
         while not any("unsupported-version" in line for line in lines):
             assert time.monotonic() < until, lines
             time.sleep(0.02)
@@ -157,7 +156,7 @@ def aborts_of_slow_loads_and_deaths(world: World) -> dict[str, Any]:
 
 def check_daemon_is_empty(rig: Rig, daemon: ForkedDaemon) -> None:
     """Nothing is pinned or half there; once the blocks are forgotten, every page is free."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_S
     while True:
         pool = daemon.status()["pool"]
         if not (pool["leaseCount"] or pool["pinnedBytes"] or pool["fillingCount"]):
@@ -167,7 +166,7 @@ def check_daemon_is_empty(rig: Rig, daemon: ForkedDaemon) -> None:
         time.sleep(0.01)
     assert pool["blockCount"] > 0, "nothing was saved: nothing was shown"
     assert rig.connector.reset_cache() is True
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_S
     while (pool := daemon.status()["pool"])["usedBytes"] or pool["blockCount"]:
         assert time.monotonic() < until, pool  # out of reach at once, and dropped bit by bit
         time.sleep(0.05)

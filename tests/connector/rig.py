@@ -41,6 +41,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.connector.daemons import PATIENCE_S
 from trikv.connector import engine
 
 torch.set_num_threads(1)  # tensors are tiny; two threads on a busy machine only wait for each other
@@ -175,7 +176,7 @@ class Rig:
     def free(self) -> int:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
-    def wait_attached(self, seconds: float = 60.0) -> None:
+    def wait_attached(self, seconds: float = PATIENCE_S) -> None:
         until = time.monotonic() + seconds
         while not all(one._client.is_ready for one in (self.connector, *self.workers)):
             assert time.monotonic() < until, "not attached"
@@ -291,7 +292,7 @@ class Rig:
         tokens.append(int(state / (len(self.kvs) if self.is_latent else 1)) % 251 + 3)
         return [tokens[-1]]
 
-    def run(self, seconds: float = 60.0, *, until: Any = None) -> int:
+    def run(self, seconds: float = PATIENCE_S, *, until: Any = None) -> int:
         """Step until no request is left; returns the number of steps."""
         end = time.monotonic() + seconds
         before = self.steps

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.connector.daemons import PATIENCE_S
 from tests.connector.doubles import Attachment, FakeCalls
 from trikv.connector import overlap
 from trikv.connector.calls import Answer, pack
@@ -52,7 +53,7 @@ class Rank:
         """Answer a load as soon as it is asked for, from another thread."""
 
         def run() -> None:
-            until_s = time.monotonic() + 60
+            until_s = time.monotonic() + PATIENCE_S
             while request not in self.calls.loads and time.monotonic() < until_s:
                 time.sleep(0.001)
             future = self.calls.loads[request][1]

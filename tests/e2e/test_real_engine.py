@@ -18,12 +18,7 @@ import pytest
 
 from examples.tiny_model import Model, write_model
 from tests.conftest import PATIENCE_S, Start
-from tests.integration.daemons import (
-    RunningDaemon,
-    connected,
-    start_daemon,
-    status,
-)
+from tests.integration.daemons import RunningDaemon, connected, start_daemon, status
 from tests.integration.hosts import cluster, joined, nothing_left
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Start
+from tests.conftest import PATIENCE_S, Start
 from tests.integration.daemons import (
     Engine,
     RunningDaemon,
@@ -138,7 +138,7 @@ def test_windows_without_a_thread_to_save_them_cost_nothing_else(
 ) -> None:
     daemon = start_daemon(start, tmp_path, before=THREADLESS)
     asyncio.run(ask(daemon.address))
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + PATIENCE_S
     while not (said := [one for one in daemon.events() if one["event"] == "windows.unsaved"]):
         assert time.monotonic() < deadline_s
         time.sleep(0.1)

@@ -218,6 +218,13 @@ def test_a_killed_engine_is_gone_long_before_it_misses_a_heartbeat(
 
 
 def test_a_frozen_engine_is_forgotten(daemon: RunningDaemon, start: Start) -> None:
+    """After the silence that its daemon allows, and not after another one."""
+
+    async def allowed_s() -> float:
+        async with connected(daemon.address) as kv:
+            return float(wire_ok(await hello(kv)).heartbeatSeconds)
+
+    assert asyncio.run(allowed_s()) == 3.0
     frozen = spawn(start, daemon, "beat")
     name = json.loads(frozen.stdout.readline())["name"]  # type: ignore[union-attr]
     os.kill(frozen.pid, signal.SIGSTOP)

@@ -235,7 +235,7 @@ def test_without_a_size_the_kept_pool_keeps_its_own(
             ),
             stderr=stderr,
         )
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + PATIENCE_S
     while '"daemon.ready"' not in log.read_text():
         assert second.poll() is None, log.read_text()
         assert time.monotonic() < until_s

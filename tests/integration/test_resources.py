@@ -177,7 +177,7 @@ def group() -> Iterator[Path]:
     else:
         pytest.skip("no control group can be made here")
     yield folder
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + PATIENCE_S
     while folder.exists() and time.monotonic() < deadline_s:
         with contextlib.suppress(OSError):  # its processes are just ending
             folder.rmdir()

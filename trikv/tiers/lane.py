@@ -230,14 +230,11 @@ class GpuLane:
             self.staging.grow()
 
     def _scatter_bunch(self) -> None:
-        """Launch all kernels; while more waits for room, those that make some: the bus needs it.
+        """Launch the oldest kernel, or all: while more waits for room, the bus needs the rest.
 
         That of a tail waits in the stream for its bytes: they come while all wait for their turn.
         """
-        count = len(self._landing)
-        if self._is_full:
-            count = next(at for at, one in enumerate(self._landing, 1) if one.moving.steps)
-        bunch = [self._landing.popleft() for _ in range(count)]
+        bunch = [self._landing.popleft() for _ in range(1 if self._is_full else len(self._landing))]
         last = bunch[-1]
         is_tail = len(last.ids) * last.group.page_bytes <= TAIL_BYTES and len(bunch) > 1
         there = bunch[:-1] if is_tail else bunch
