@@ -96,3 +96,30 @@ def test_an_idle_engine_waits_a_moment_a_step_not_one_a_request() -> None:
         assert bench.half.matched(one, 0) == (None, False)
         moments.append(half.has_waited and not before)
     assert sum(moments) == 1
+
+
+def test_a_request_without_room_lets_those_behind_it_go_first_where_nothing_runs() -> None:
+    """Else it waits for ever for blocks of loads that have come: vLLM never looks at those."""
+    bench = Bench()
+    one, other = request(), request("other")
+    bench.half.add(one)
+    bench.answer(3)
+    for _ in range(3):
+        assert bench.half.matched(one, 0) == (12, True)
+        bench.half.step(step_output())  # it found no room
+        assert bench.half.matched(one, 0) == (None, False)
+        bench.half.step(step_output())
+    assert bench.half.matched(one, 0) == (12, True)
+    bench.half.step(step_output(scheduled={"other": 1}))  # somebody runs, and will make room
+    assert bench.half.matched(one, 0) == (12, True)
+    bench.half.admit(one, range(1, 4), 12)
+    bench.half.step(step_output())
+    assert bench.half.matched(one, 0) == (0, False)  # its load is under way
+    bench.half.step(step_output())
+    bench.half.add(other)
+    assert bench.half.matched(other, 0) == (None, False)  # nobody has answered yet
+    bench.half.step(step_output())
+    bench.answer(0)
+    assert bench.half.matched(other, 0) == (0, False)
+    bench.half.step(step_output())
+    assert bench.half.matched(other, 0) == (None, False), "also one that is computed"

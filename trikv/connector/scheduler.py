@@ -78,6 +78,8 @@ class SchedulerHalf:
         self._releases: list[str] = []
         self._is_idle = False  # the last step computed nothing
         self._has_yielded = False  # in this step
+        self._answered = ""  # request that was answered in this step and has no blocks yet
+        self._blocked = ""  # the same of the last step, in which nothing ran
         self._holding = Holding(policy.hold_s, policy.block_bytes)
         self._has_said_hit = False
         self.promises = True  # False after a failure of ours: nothing more is promised
@@ -95,8 +97,18 @@ class SchedulerHalf:
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401
         """How many tokens behind `computed_tokens` can be loaded; None: ask again.
 
-        Free of effects that cannot be repeated: a lease that is not used ends by itself.
+        Free of effects that cannot be repeated: a lease that is not used ends by itself. vLLM looks
+        at no request behind one that finds no room. Where nothing runs that would make some, those
+        behind it may hold it, loaded and unable to start: every other time it lets them go first.
         """
+        if request.request_id == self._blocked:
+            self._blocked = ""
+            return None, False
+        answer = self._match(request, computed_tokens)
+        self._answered = "" if answer[0] is None else request.request_id
+        return answer
+
+    def _match(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401
         track = self._track(request)
         tokens = self._policy.block_tokens
         track.local_count = computed_tokens // tokens
@@ -144,6 +156,7 @@ class SchedulerHalf:
 
     def admit(self, request: Any, blocks: Iterable[int], external_tokens: int) -> None:  # noqa: ANN401
         """The request has its blocks; load the first `external_tokens` behind the local hit."""
+        self._answered = ""
         track = self._track(request)
         track.blocks = list(blocks)
         if external_tokens <= 0:
@@ -208,6 +221,7 @@ class SchedulerHalf:
             self._log.exception("TriKV: a step's saves were not planned")
         self._lookups.has_waited = self._has_yielded = False
         self._is_idle = getattr(output, "total_num_scheduled_tokens", 1) == 0
+        self._blocked, self._answered = (self._answered if self._is_idle else ""), ""
         return StepJobs(loads, tuple(saves), preempted, delayed, self._is_idle)
 
     def _preempt(self, request_id: str) -> None:
