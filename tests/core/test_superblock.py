@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from trikv.core import superblock
 from trikv.core.pages import PAGE_ALIGN
-from trikv.core.superblock import GROWN_MAX, VOIDS_MAX, Superblock, UnusableDiskError, Voids, read
+from trikv.core.superblock import (
+    GROWN_MAX,
+    VOIDS_MAX,
+    Superblock,
+    UnusableDiskError,
+    Voids,
+    is_unfinished,
+    read,
+)
 
 GIB = 1 << 30
 
@@ -55,6 +63,8 @@ def test_the_newer_copy_counts(newer_first: bool) -> None:  # noqa: FBT001
     pages = [block(6).pack(), block(5).pack()]
     found = read(b"".join(pages if newer_first else reversed(pages)))
     assert found == block(6)
+    assert found is not None
+    assert found.newest == (not newer_first)
 
 
 @given(st.integers(0, PAGE_ALIGN * 8 - 1), st.booleans())
@@ -72,6 +82,23 @@ def test_cut_after_the_first_copy() -> None:
 def test_damage_with_our_mark_is_refused(cut: int) -> None:
     with pytest.raises(UnusableDiskError, match="damaged"):
         read(block().pack()[:cut])
+
+
+def sectors(page: bytes, *kept: int) -> bytes:
+    return b"".join(
+        page[at : at + 512] if at // 512 in kept else bytes(512) for at in range(0, 4096, 512)
+    )
+
+
+def test_what_a_power_cut_leaves_of_the_first_write_is_told() -> None:
+    new = Superblock(bytes(range(16)), GIB, 1 << 24, 60).pack()
+    for kept in ((0,), (7,), (0, 3)):
+        assert is_unfinished(sectors(new, *kept) + bytes(PAGE_ALIGN))
+    for front in (b"", bytes(8192), new + bytes(PAGE_ALIGN), new * 2, new, bytes(4096) + new):
+        assert not is_unfinished(front)
+    used = block().pack()
+    for front in (sectors(used, 0) + bytes(4096), sectors(new, 0) * 2, b"LABELONE" * 1024):
+        assert not is_unfinished(front)
 
 
 @pytest.mark.parametrize("front", [b"", bytes(8192), b"LABELONE" * 1024])

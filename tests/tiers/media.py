@@ -136,6 +136,7 @@ class World:
     being_cut: set[int] = field(default_factory=set)
     keeps: deque[Memory] = field(default_factory=lambda: deque(maxlen=8))
     capacities: set[int] = field(default_factory=set)  # what it may have, by what was done to it
+    was_formatted: bool = False
     found_count: int = 0
     sequence: int = 0
 
@@ -152,10 +153,12 @@ class World:
     # -- lives
 
     async def open(self) -> Disk:
-        found = superblock.read(bytes(self.media.now[:8192]))
+        front = bytes(self.media.now[:8192])
+        is_cut_off = superblock.is_unfinished(front) and not any(self.media.now[8192:])
+        found = None if is_cut_off else superblock.read(front)
         self.ring = MediaRing(self.media, self.rng)
         if found is None:
-            assert not self.capacities, "it was there"
+            assert not self.was_formatted, "it was there"
             layout = layout_for(CAPACITY, REGION_BYTES)
             uuid = self.rng.randbytes(16)
             found = Superblock(uuid, CAPACITY, layout.region_bytes, layout.region_count)
@@ -164,12 +167,13 @@ class World:
             more = self.rng.choice([0, 0, 0, 5, 3 << 20, 4 << 20])
             if more and found.capacity_bytes + more <= CAPACITY_MAX:
                 grow(found, found.capacity_bytes + more)
-            if self.rng.random() < 0.2:
-                self.ring.power = self.rng.randrange(1, 5)  # in the midst of it
+        if self.rng.random() < 0.2:
+            self.ring.power = self.rng.randrange(1, 6)  # in the midst of it
         self.capacities.add(found.capacity_bytes)
         disk = Disk(self.ring, found)
         await disk.start()
         self.capacities, self.ring.power = {found.capacity_bytes}, None
+        self.was_formatted = True
         self.sequence = disk.first_sequence
         return disk
 

@@ -7,6 +7,7 @@ import pytest
 import trio
 
 from tests.tiers.media import SHAPES, PowerCutError, World
+from trikv.process.guest import TRIO
 from trikv.tiers.ssd import Disk
 
 SEEDS = int(os.environ.get("TRIKV_SEEDS", "100"))
@@ -51,7 +52,14 @@ async def lives(world: World, rng: random.Random) -> None:
                 was_clean = True
         except* PowerCutError:
             was_clean = False
-        world.media = world.media.after_power_cut(rng)
+        if rng.random() < 0.8:  # or the daemon was killed: what it wrote may be on no medium yet
+            world.media = world.media.after_power_cut(rng)
+
+
+@pytest.fixture(autouse=True)
+def repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seed is a whole life: Trio's order of tasks follows from it too."""
+    monkeypatch.setattr(TRIO, "_ALLOW_DETERMINISTIC_SCHEDULING", True)
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, AT_ONCE))
@@ -59,6 +67,7 @@ def test_power_cuts(first: int) -> None:
     found = 0
     for seed in range(first, first + AT_ONCE):
         rng = random.Random(seed)
+        TRIO._r.seed(seed)
         world = World(rng)
         try:
             trio.run(lives, world, rng)

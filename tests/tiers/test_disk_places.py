@@ -111,6 +111,18 @@ async def test_an_empty_file_or_zeros_are_formatted(tmp_path: Path) -> None:
             await fill(disk)
 
 
+async def test_a_first_writing_that_was_cut_off_is_done_again(tmp_path: Path) -> None:
+    path = tmp_path / "disk"
+    async with opened(path):
+        whole = path.read_bytes()
+    torn = whole[:512].ljust(CAPACITY, b"\0")
+    path.write_bytes(torn)
+    async with opened(path) as disk:
+        await fill(disk)
+    path.write_bytes(torn[:-4] + b"ours")
+    assert "both copies of its superblock are damaged" in await refusal(path)
+
+
 async def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "disk"
     monkeypatch.setattr(superblock, "NOT_GROWN", 7)

@@ -8,9 +8,10 @@ is remembered. A void says that all records of an origin before a sequence are d
 | neither copy bears our mark | None: the caller looks whether the place is empty |
 | a whole copy of this version | the one with the higher revision |
 | a whole copy of another version | refused |
-| only damaged copies with our mark | refused |
+| only damaged copies with our mark | refused, unless its first writing was cut off |
 
-Both copies are written at each change, one after the other, so that a torn write leaves the other.
+Both copies are written at each change, one after the other, and `newest` last, so that a torn write
+leaves a whole one even where the write before it was torn too.
 Every version has mark, version and the sum of the page (its last 8 bytes) at these places.
 """
 
@@ -106,6 +107,7 @@ class Superblock:
         is_clean: it was closed, and nothing acknowledged was lost.
         region_count: regions that it was made with.
         grown: regions that were added each time it grew; see `disklayout.py`.
+        newest: the copy that bears this; the other one may be older, torn or absent.
     """
 
     uuid: bytes
@@ -117,6 +119,7 @@ class Superblock:
     is_clean: bool = True
     voids: Voids = field(default_factory=Voids)
     grown: tuple[int, ...] = ()
+    newest: int = field(default=COPIES - 1, compare=False)
 
     @property
     def tag(self) -> int:
@@ -156,12 +159,11 @@ def read(front: bytes) -> Superblock | None:
     Raises:
         UnusableDiskError: another version's, or damaged.
     """
-    pages = [front[at : at + PAGE_ALIGN] for at in range(0, COPIES * PAGE_ALIGN, PAGE_ALIGN)]
-    marked = [page for page in pages if page.startswith(MARK)]
-    if not marked:
+    pages = _pages(front)
+    if not any(page.startswith(MARK) for page in pages):
         return None
-    whole = [page for page in marked if len(page) == PAGE_ALIGN and _is_whole(page)]
-    for page in whole:
+    whole = {copy: page for copy, page in enumerate(pages) if _is_whole(page)}
+    for page in whole.values():
         (version,) = struct.unpack_from("<I", page, len(MARK))
         if not NOT_GROWN <= version <= VERSION:
             raise UnusableDiskError(
@@ -170,15 +172,38 @@ def read(front: bytes) -> Superblock | None:
             )
     if not whole:
         raise UnusableDiskError(f"both copies of its superblock are damaged: {DELETE}")
-    return max(map(_unpack, whole), key=lambda one: one.revision)
+    found = [_unpack(page, copy) for copy, page in whole.items()]
+    return max(found, key=lambda one: one.revision)
+
+
+def is_unfinished(front: bytes) -> bool:
+    """Whether this is what a power cut leaves of the first of all writes.
+
+    Nothing else has ever been written to such a disk: that waits until both copies are whole.
+    """
+    first, *others = _pages(front)
+    return (
+        len(front) == COPIES * PAGE_ALIGN
+        and not any(map(any, others))
+        and any(first)
+        and (first.startswith(MARK) or not any(first[: _FRONT.size]))
+        and not any(first[_FRONT.size : _BODY_BYTES])
+        and not _is_whole(first)
+    )
+
+
+def _pages(front: bytes) -> list[bytes]:
+    return [front[at : at + PAGE_ALIGN] for at in range(0, COPIES * PAGE_ALIGN, PAGE_ALIGN)]
 
 
 def _is_whole(page: bytes) -> bool:
+    if len(page) < PAGE_ALIGN or not page.startswith(MARK):
+        return False
     (total,) = _SUM.unpack_from(page, _BODY_BYTES)
     return bool(sums.of_bytes(page[:_BODY_BYTES]) == total)
 
 
-def _unpack(page: bytes) -> Superblock:
+def _unpack(page: bytes, copy: int) -> Superblock:
     front = _FRONT.unpack_from(page)
     _, _, is_clean, uuid, capacity, region_bytes, region_count, epoch, revision, floor, count = (
         front
@@ -187,4 +212,4 @@ def _unpack(page: bytes) -> Superblock:
     before = dict(_VOID.unpack_from(page, one) for one in at)
     facts = uuid, capacity, region_bytes, region_count, epoch, revision, is_clean
     grown = tuple(one for one in _GROWN.unpack_from(page, _GROWN_AT) if one)
-    return Superblock(*facts, Voids(before, floor), grown)
+    return Superblock(*facts, Voids(before, floor), grown, copy)

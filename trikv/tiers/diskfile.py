@@ -8,6 +8,7 @@ there is one.
 | --- | --- |
 | nothing, or a folder without our file | made, allocated, formatted |
 | empty, or zeros at both ends | allocated, formatted |
+| zeros, but for a superblock whose first writing was cut off | the same |
 | ours, as large as is asked for | opened; what was cut off is allocated anew |
 | ours, smaller | allocated, opened; the rest is used too once the superblock says so |
 | ours, larger or of another version; damaged; somebody else's; in use | refused |
@@ -26,7 +27,7 @@ from typing import Final
 from trikv.core.disklayout import Layout, grow, layout_for, layout_of
 from trikv.core.errors import BadRequestError
 from trikv.core.pages import PAGE_ALIGN
-from trikv.core.superblock import COPIES, DELETE, Superblock, UnusableDiskError, read
+from trikv.core.superblock import COPIES, DELETE, Superblock, UnusableDiskError, is_unfinished, read
 
 FILE_NAME: Final = "trikv.ssd"
 ZEROS_FIRST: Final = 4 << 20  # file systems and tables of partitions begin within
@@ -133,9 +134,11 @@ def _prepare(fd: int, capacity_bytes: int, region_bytes: int) -> Superblock:
     if alignment(fd) > PAGE_ALIGN:
         raise UnusableDiskError(f"needs I/O in units of {alignment(fd)} bytes, we use {PAGE_ALIGN}")
     size = os.lseek(fd, 0, os.SEEK_END)
-    found = read(_read(fd, 0, COPIES * PAGE_ALIGN))
+    front = _read(fd, 0, COPIES * PAGE_ALIGN)
+    is_cut_off = is_unfinished(front) and _is_blank(fd, len(front), size)
+    found = None if is_cut_off else read(front)
     if found is None:
-        if size and not _is_blank(fd, 0, size):
+        if size and not is_cut_off and not _is_blank(fd, 0, size):
             raise UnusableDiskError("holds something that is not ours: it is left alone")
         layout = layout_for(capacity_bytes, region_bytes)
         found = Superblock(os.urandom(16), capacity_bytes, layout.region_bytes, layout.region_count)

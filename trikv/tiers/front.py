@@ -1,7 +1,7 @@
 """The superblock of an open disk: what must be on the medium before anybody goes on.
 
-Decided here: that each change is written to one copy, then to the other, each synchronised, and
-that a disk on which this fails is off.
+Decided here: that each change is written to one copy, then to the other, each synchronised; that
+the first is never the only one that is known to be whole; that a disk on which this fails is off.
 """
 
 from collections.abc import Awaitable, Callable
@@ -46,7 +46,12 @@ class Front:
         self._lock = trio.Lock()
 
     async def begin(self) -> None:
-        """Open an epoch."""
+        """Open an epoch.
+
+        What was read may not be on the medium yet: the process that wrote it was killed.
+        """
+        with trio.CancelScope(shield=True):
+            await self._synchronise()
         self._superblock.epoch += 1
         self._superblock.is_clean = False
         await self._write()
@@ -73,10 +78,12 @@ class Front:
             async with self._lock:
                 self._superblock.revision += 1
                 page = self._superblock.pack()
-                for copy in range(COPIES):
+                for _ in range(COPIES):
+                    copy = (self._superblock.newest + 1) % COPIES
                     if not await write_page(self._run, copy * PAGE_ALIGN, page):
                         raise DiskFailedError("its superblock cannot be written")
                     await self._synchronise()
+                    self._superblock.newest = copy
         await trio.lowlevel.checkpoint_if_cancelled()
 
     async def _synchronise(self) -> None:
