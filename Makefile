@@ -76,7 +76,7 @@ soak: $(READY) ## a million calls of engines that come and go: memory, stalls, b
 	@$(PY) -m bench.soak
 
 night: $(READY) ## the property tests with fresh random examples, thousands of each (hours)
-	@HYPOTHESIS_PROFILE=night $(PY) -m pytest tests/core tests/sim
+	@HYPOTHESIS_PROFILE=night $(PY) -m pytest --timeout 0 -o faulthandler_timeout=0 tests/core tests/sim
 
 clean: ## remove the environment and all caches
 	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist

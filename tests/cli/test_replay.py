@@ -232,6 +232,30 @@ def test_a_bad_trace_is_one_line(tmp_path: Path, text: str | None, says: str) ->
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("rest", ['{"t": 5.5, "eng', "\0" * 4096, '{"t": 5.5}\n{"t": 6, "ids": [1'])
+def test_a_recording_whose_end_was_cut_off_is_used_and_it_is_said(
+    tmp_path: Path,
+    rest: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    head = {"trikv_trace": 1, "block_tokens": 16}
+    row = {"t": 5.0, "engine": 0, "space": 1, "ids": [7, 8]}
+    path = tmp_path / "ours.jsonl"
+    write(path, [head, row, row])
+    assert not read_trace(str(path)).is_cut
+    row_too = json.dumps(row | {"t": 5.5})
+    path.write_text(path.read_text() + rest.replace('{"t": 5.5}', row_too))
+    trace = read_trace(str(path))
+    assert trace.is_cut
+    assert trace.asked == (6 if "\n" in rest else 4)
+    trikv(monkeypatch, str(path), "--json", "--capacity", "2")
+    assert "its last line was cut off and is left out" in capsys.readouterr().err
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(TraceError, match="not JSON"):
+        read_trace(str(path))
+
+
 def test_interleaved_sessions_keep_their_order_and_gaps() -> None:
     trace = make_trace("made:agent:1")
     mixed = interleave(trace, 3)

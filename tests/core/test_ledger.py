@@ -231,6 +231,10 @@ def test_an_origin_without_blocks_gives_up_its_place(monkeypatch: pytest.MonkeyP
 def test_what_is_not_ours_is_refused_and_what_is_stale_is_told() -> None:
     memory = fresh()
     assert check_header(memory, **MEASURES)
+    for kept in range(1, len(module.MAGIC) + 1):  # killed while it wrote its name
+        memory[:kept] = np.frombuffer(module.MAGIC[:kept], np.uint8)
+        with pytest.raises(StaleError, match="torn"):
+            check_header(memory, **MEASURES)
     memory[:5] = np.frombuffer(b"hello", np.uint8)
     with pytest.raises(ForeignError):
         check_header(memory, **MEASURES)

@@ -30,7 +30,7 @@ from tests.integration.daemons import (
 )
 from tests.integration.test_lifecycle import run
 
-IMPATIENT = "from trikv.tiers import kept; kept.LOCK_S = 0.5"
+IMPATIENT = "from trikv.tiers import locks; locks.LOCK_S = 0.5"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small tmpfs")
 
 
@@ -282,6 +282,19 @@ def test_what_cannot_keep_a_pool_is_refused_and_left_alone(
     daemon_on(start, tmp_path, folder)
     line = refused("--persist", str(folder), before=IMPATIENT)
     assert "another process has used the pool" in line
+
+
+def test_disks_hold_the_kept_pool_that_they_read_into(
+    start: Start, tmp_path: Path, folder: Path
+) -> None:
+    """They go on when the daemon is killed, so the pool must stay locked as long."""
+    disk = ("--ssd-cache-path", str(tmp_path / "disk"), "--ssd-cache-capacity", "64mb")
+    daemon = daemon_on(start, tmp_path, folder, *disk)
+    files = Path(f"/proc/{daemon.process.pid}/fdinfo").iterdir()
+    rings = [text for text in (one.read_text() for one in files) if "SqMask" in text]
+    if not rings:
+        pytest.skip("this kernel has no rings for us")
+    assert all("trikv.pool" in text for text in rings)
 
 
 @needs_root

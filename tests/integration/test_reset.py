@@ -140,3 +140,37 @@ def test_a_reset_that_the_disk_does_not_take_is_not_answered_as_done(
     arguments = ("--ssd-ring", "threads", "--ssd-write-through")
     daemon = with_disk(start, tmp_path, *arguments, before=faults.before)
     asyncio.run(serve())
+
+
+def test_a_reset_beside_a_disk_that_could_not_be_opened_is_not_answered_as_done(
+    start: Start, tmp_path: Path
+) -> None:
+    """It may work again at the next start, with all that it had."""
+
+    async def save_some() -> None:
+        async with attached(daemon.address, **disks.engine_options()) as engine:
+            await disks.save(engine, "a", 8)
+            await disks.quiet(daemon)
+
+    async def reset(error: str) -> None:
+        async with attached(daemon.address, **disks.engine_options()) as engine:
+            reply = (await engine.session.reset()).reply
+            if error:
+                assert wire_code(reply) == "not-ready"
+                assert error in reply.error.message
+            else:
+                await disks.quiet(daemon)
+                assert wire_ok((await engine.session.reset()).reply).droppedCount >= 0
+            assert await disks.load(engine, "a", 8) == 0
+
+    arguments = ("--ssd-ring", "threads", "--ssd-write-through", "--pool-size", "16mb")
+    daemon = with_disk(start, tmp_path, *arguments)
+    asyncio.run(save_some())
+    daemon.end(signal.SIGTERM)
+    faults = disks.Faults(tmp_path)
+    faults.set("full")
+    daemon = with_disk(start, tmp_path, *arguments, before=faults.before)
+    asyncio.run(reset("cannot be told to forget: it is off: its superblock cannot be written"))
+    daemon.end(signal.SIGKILL)
+    daemon = with_disk(start, tmp_path, *arguments)
+    asyncio.run(reset(""))

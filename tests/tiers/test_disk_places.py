@@ -3,6 +3,8 @@
 import ctypes
 import errno
 import os
+import stat
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,14 +14,14 @@ from tests.tiers.disks import CAPACITY, PAGE, REGION_BYTES, batch, fill, found
 from trikv.core import superblock
 from trikv.core.errors import BadRequestError
 from trikv.core.superblock import UnusableDiskError
-from trikv.tiers import diskfile
+from trikv.tiers import diskfile, locks
 from trikv.tiers.front import DiskFailedError
 from trikv.tiers.ssd import open_disk
 
 
 @pytest.fixture(autouse=True)
 def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diskfile, "LOCK_WAIT_S", 0.001)
+    monkeypatch.setattr(locks, "LOCK_S", 0.02)
 
 
 def content(path: Path) -> bytes | None:
@@ -121,6 +123,58 @@ async def test_a_first_writing_that_was_cut_off_is_done_again(tmp_path: Path) ->
         await fill(disk)
     path.write_bytes(torn[:-4] + b"ours")
     assert "both copies of its superblock are damaged" in await refusal(path)
+
+
+@pytest.mark.parametrize("copy", [0, 1])
+async def test_a_copy_of_the_superblock_that_cannot_be_read_is_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy: int
+) -> None:
+    """As a sector that was torn by a power cut: the drive has no bytes for it until then."""
+    path, real = tmp_path / "disk", os.pread
+    async with opened(path) as disk:
+        blocks = await fill(disk)
+
+    def bad(fd: int, size: int, offset: int) -> bytes:
+        if offset <= copy * 4096 < offset + size:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, size, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(diskfile.os, "pread", bad)
+        file = diskfile.open_file(str(path), CAPACITY)
+    assert file.superblock.newest != copy
+    file.close()
+    async with opened(path) as disk:
+        await found(disk)
+        assert await blocks.read(disk) == [True] * 8
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Path]]:
+    """Two names of a device whose bytes are a file's."""
+    (tmp_path / "bytes").write_bytes(bytes(CAPACITY + (1 << 20)))
+    command = ["losetup", "--find", "--show", str(tmp_path / "bytes")]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        pytest.skip(f"no loop device can be had here: {made.stderr.strip()}")
+    device = made.stdout.strip()
+    made_nodes = [tmp_path / name for name in "ab"]
+    for one in made_nodes:
+        os.mknod(one, 0o600 | stat.S_IFBLK, Path(device).stat().st_rdev)
+    yield made_nodes
+    subprocess.run(["losetup", "--detach", device], check=True)
+
+
+async def test_a_device_is_one_whatever_its_name(nodes: list[Path]) -> None:
+    """A container has a node of its own for it, so a lock on the node would exclude nobody."""
+    async with opened(nodes[0]) as disk:
+        blocks = await fill(disk)
+        for one in nodes:
+            with pytest.raises(UnusableDiskError, match="in use: mounted, or by another"):
+                diskfile.open_file(str(one), CAPACITY)
+    async with opened(nodes[1]) as disk:
+        await found(disk)
+        assert await blocks.read(disk) == [True] * 8
 
 
 async def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ def some(blocks: Sorted, which: slice) -> Sorted:
 def test_what_is_brought_is_for_one_lease(*, is_over: bool, lease: int) -> None:
     """The pages of another one may have changed meanwhile."""
     with doubled() as (cuda, lane_module, device_module):
+        lane_module.KEEP_AHEAD_S = math.inf
         lane, target, blocks = a_lane(cuda, lane_module, device_module, **ROOMY)
         lane.bring((1, 0, 7), target, some(blocks, slice(11, 16)))
         lane.bring((1, 0, 7), target, some(blocks, slice(11, 16)))  # it is there already

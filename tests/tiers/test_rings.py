@@ -1,6 +1,7 @@
 """One suite for all that carries operations out: our ring, the package's, threads."""
 
 import errno
+import fcntl
 import functools
 import os
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from trio.testing import wait_all_tasks_blocked
 from tests.tiers.queues import transfers
 from trikv.core.errors import BadRequestError
 from trikv.tiers import rings, threads, uring, uring_package
+from trikv.tiers.locks import patiently
 from trikv.tiers.ring import Ring, open_ring
 from trikv.tiers.runs import Memory
 from trikv.tiers.transfers import HELD, Queue, Transfers
@@ -231,6 +233,25 @@ async def test_leaving_waits_for_what_is_under_way(kind: str, fd: int, memory: M
     for index in done:
         mine = slice(index * MIB, (index + 1) * MIB)
         assert np.array_equal(memory.bytes[16 * MIB :][mine], wanted[mine])
+
+
+def test_memory_stays_locked_until_the_last_operation_has_ended(kind: str, tmp_path: Path) -> None:
+    """Whoever comes after a killed process must not believe memory that a disk still writes."""
+    if kind == "threads":
+        pytest.skip("a thread in the kernel keeps its process")
+    memory = os.open(tmp_path / "pool", os.O_RDWR | os.O_CREAT)
+    how = fcntl.LOCK_EX | fcntl.LOCK_NB
+    fcntl.flock(memory, how)
+    reader, writer = os.pipe()
+    queue = rings.make_queue(kind, reader, memory)
+    os.close(memory)
+    other = os.open(tmp_path / "pool", os.O_RDWR)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(other, how)
+    queue.close()
+    patiently(functools.partial(fcntl.flock, other, how))
+    for one in (reader, writer, other):
+        os.close(one)
 
 
 def test_the_ring_falls_back_to_no_flags(fd: int) -> None:

@@ -177,6 +177,8 @@ def _jobs(name: str, given: argparse.Namespace) -> Iterator[_Job]:
     trace = make_trace(name) if name.startswith(MADE) else read_trace(name)
     if trace.asked == 0:
         raise TraceError(f"{name}: nothing is asked for")
+    if trace.is_cut:
+        print(f"{name}: its last line was cut off and is left out", file=sys.stderr)
     if given.interleave:
         trace = interleave(trace, given.interleave)
     service = Service(given.prefill, given.load, given.token_size, given.ssd_read)

@@ -48,6 +48,7 @@ class Trace:
         first: int64, the position in its request of the first of these ids; 0 but for saves.
         is_save: bool; a row that only saves asks for nothing.
         input_tokens: of each request.
+        is_cut: its last line was half written, and is left out: the daemon was killed.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Trace:
     first: Ints
     is_save: NDArray[np.bool_]
     input_tokens: Ints
+    is_cut: bool = False
 
     def __len__(self) -> int:
         return len(self.at_s)
@@ -135,18 +137,27 @@ def read_trace(path: str) -> Trace:
         TraceError: no such file, or a line is not what a trace consists of.
     """
     try:
-        with Path(path).open(encoding="utf-8") as file:
-            rows = list(_rows(path, file))
+        lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise TraceError(f"{path}: not a text file") from None
-    if rows and "trikv_trace" in rows[0]:
-        return _ours(path, rows[0], rows[1:])
-    return _public(path, rows)
+    is_cut = len(lines) > 1 and not lines[-1].endswith("\n") and not _is_json(lines[-1])
+    rows = list(_rows(path, lines[:-1] if is_cut else lines))
+    is_ours = bool(rows) and "trikv_trace" in rows[0]
+    trace = _ours(path, rows[0], rows[1:]) if is_ours else _public(path, rows)
+    return replace(trace, is_cut=is_cut)
 
 
-def _rows(path: str, lines: Iterator[str]) -> Iterator[Row]:
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _rows(path: str, lines: list[str]) -> Iterator[Row]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

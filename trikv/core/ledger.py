@@ -303,8 +303,11 @@ def check_header(memory: Memory, *, pool_bytes: int, slab_bytes: int) -> bool:
         ForeignError, StaleError: as `Ledger`.
     """
     row = memory[: HEADER.itemsize].view(HEADER)
-    if not memory[: HEADER.itemsize].any():
+    there_bytes = memory[: HEADER.itemsize].tobytes().rstrip(b"\0")
+    if not there_bytes:
         return True
+    if MAGIC.startswith(there_bytes):  # it was killed while it wrote the first field
+        raise StaleError("its header is torn")
     if bytes(row["magic"][0]) != MAGIC:
         raise ForeignError("something else is there")
     there = tuple(int(row[name][0]) for name in ("version", "pool_bytes", "slab_bytes"))

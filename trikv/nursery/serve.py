@@ -165,7 +165,7 @@ async def run_trio(
     tiers = daemon.service.tiers
     if tiers is None:
         return await run_tasks(daemon, closing, open_calls)
-    async with open_disks(disks_of(daemon.settings), tiers, daemon.pool.address):
+    async with open_disks(disks_of(daemon.settings), tiers, daemon.pool):
         await run_tasks(daemon, closing, open_calls)
         await tiers.end()
     return None

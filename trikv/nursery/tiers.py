@@ -16,7 +16,7 @@ from trikv.config import Settings
 from trikv.core.below import Below
 from trikv.core.cache import Cache
 from trikv.core.calls import Query
-from trikv.core.errors import BadRequestError
+from trikv.core.errors import BadRequestError, NotReadyError
 from trikv.core.spills import Budget, Spills
 from trikv.core.superblock import UnusableDiskError
 from trikv.core.words import InstanceName, RequestId
@@ -28,6 +28,7 @@ from trikv.nursery.spilling import Spilling
 from trikv.nursery.store import Store
 from trikv.options import SettingError
 from trikv.tiers.front import DiskFailedError
+from trikv.tiers.pool import Pool
 from trikv.tiers.ssd import open_disk
 
 log = structlog.get_logger()
@@ -149,6 +150,9 @@ class Tiers:
         Raises:
             NotReadyError: that is not certain on each disk.
         """
+        if self.below.voids and self.broken:
+            path, reason = next(iter(self.broken.items()))
+            raise NotReadyError(f"the SSD at {path} cannot be told to forget: it is off: {reason}")
         while self.below.voids:
             origin = self.below.voids[0]
             for one in self.disks:
@@ -183,7 +187,7 @@ def below_of(settings: Settings, cache: Cache) -> Below | None:
 
 
 @asynccontextmanager
-async def open_disks(plan: DiskPlan, tiers: Tiers, pool_address: int) -> AsyncIterator[None]:
+async def open_disks(plan: DiskPlan, tiers: Tiers, pool: Pool) -> AsyncIterator[None]:
     """Open all disks for as long as the block runs; a broken one is left out and told about.
 
     Raises:
@@ -193,7 +197,7 @@ async def open_disks(plan: DiskPlan, tiers: Tiers, pool_address: int) -> AsyncIt
     async with AsyncExitStack() as stack:
         for path in plan.paths:
             try:
-                opened = open_disk(path, plan.capacity_bytes, ring=plan.ring)
+                opened = open_disk(path, plan.capacity_bytes, ring=plan.ring, memory_fd=pool.fd)
                 disk = await stack.enter_async_context(opened)
             except (BadRequestError, UnusableDiskError, DiskFailedError, ExceptionGroup) as raised:
                 error = first_of(raised)
@@ -208,7 +212,7 @@ async def open_disks(plan: DiskPlan, tiers: Tiers, pool_address: int) -> AsyncIt
                 tiers.broken[path] = str(error)
                 log.warning("disk.failed", path=path, reason=str(error))
             else:
-                tier = DiskTier(disk, tiers.below, pool_address, plan.capacity_bytes)
+                tier = DiskTier(disk, tiers.below, pool.address, plan.capacity_bytes)
                 tiers.disks.append(tier)
                 if tiers.peering is not None:
                     tiers.peering.shared.watch(tier.lower)

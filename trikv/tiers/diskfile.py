@@ -12,6 +12,10 @@ there is one.
 | ours, as large as is asked for | opened; what was cut off is allocated anew |
 | ours, smaller | allocated, opened; the rest is used too once the superblock says so |
 | ours, larger or of another version; damaged; somebody else's; in use | refused |
+
+A copy of the superblock that cannot be read counts as damaged: a sector may be so after a power
+cut, until it is written again. A file is locked; a device, which has as many names as anybody makes
+for it, is claimed from the kernel.
 """
 
 import ctypes
@@ -19,8 +23,8 @@ import errno
 import fcntl
 import os
 import stat
-import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -28,13 +32,13 @@ from trikv.core.disklayout import Layout, grow, layout_for, layout_of
 from trikv.core.errors import BadRequestError
 from trikv.core.pages import PAGE_ALIGN
 from trikv.core.superblock import COPIES, DELETE, Superblock, UnusableDiskError, is_unfinished, read
+from trikv.tiers.locks import patiently
 
 FILE_NAME: Final = "trikv.ssd"
 ZEROS_FIRST: Final = 4 << 20  # file systems and tables of partitions begin within
 ZEROS_LAST: Final = 1 << 20  # or leave a copy at the end
+MOUNTED: Final = "in use: mounted, or by another process"
 NOT_DIRECT: Final = "its file system has no direct I/O: copies take more"
-LOCK_ATTEMPTS: Final = 20
-LOCK_WAIT_S: Final = 0.1
 STATX_DIOALIGN: Final = 0x2000
 AT_EMPTY_PATH: Final = 0x1000
 
@@ -87,9 +91,10 @@ def open_file(path: str, capacity_bytes: int, *, region_bytes: int = 0) -> DiskF
     if wanted.is_dir():
         wanted /= FILE_NAME
     try:
-        fd, is_new = _open(wanted)
+        fd, is_new = patiently(partial(_open, wanted))
     except OSError as error:
-        raise UnusableDiskError(f"{wanted}: {error.strerror}") from error
+        what = MOUNTED if error.errno == errno.EBUSY else error.strerror
+        raise UnusableDiskError(f"{wanted}: {what}") from error
     try:
         _lock(fd)
     except UnusableDiskError as error:  # whoever has it may have found the file that we made
@@ -113,12 +118,13 @@ def _open(path: Path) -> tuple[int, bool]:
     """The descriptor, and whether the file was made by this; without direct I/O where none is."""
     flags = os.O_RDWR | os.O_CLOEXEC
     made = os.O_CREAT | os.O_EXCL
+    claimed = os.O_EXCL if path.is_block_device() else 0
     for direct in (os.O_DIRECT, 0):
         try:
             try:
                 return os.open(path, flags | direct | made, 0o600), True
             except FileExistsError:
-                return os.open(path, flags | direct), False
+                return os.open(path, flags | direct | claimed), False
         except OSError as error:  # a file may have been made all the same
             if error.errno != errno.EINVAL or not direct:
                 raise
@@ -134,7 +140,7 @@ def _prepare(fd: int, capacity_bytes: int, region_bytes: int) -> Superblock:
     if alignment(fd) > PAGE_ALIGN:
         raise UnusableDiskError(f"needs I/O in units of {alignment(fd)} bytes, we use {PAGE_ALIGN}")
     size = os.lseek(fd, 0, os.SEEK_END)
-    front = _read(fd, 0, COPIES * PAGE_ALIGN)
+    front = b"".join(_read_copy(fd, copy) for copy in range(COPIES))
     is_cut_off = is_unfinished(front) and _is_blank(fd, len(front), size)
     found = None if is_cut_off else read(front)
     if found is None:
@@ -158,16 +164,10 @@ def _prepare(fd: int, capacity_bytes: int, region_bytes: int) -> Superblock:
 
 
 def _lock(fd: int) -> None:
-    """Take the place; one that was killed holds it until the kernel has ended its operations."""
-    for attempt in range(LOCK_ATTEMPTS):
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if attempt + 1 < LOCK_ATTEMPTS:
-                time.sleep(LOCK_WAIT_S)
-        else:
-            return
-    raise UnusableDiskError("in use by another process")
+    try:
+        patiently(partial(fcntl.flock, fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise UnusableDiskError("in use by another process") from None
 
 
 def _allocate(fd: int, size: int, layout: Layout, *, is_file: bool) -> None:
@@ -197,6 +197,15 @@ def _is_blank(fd: int, start: int, end: int) -> bool:
     late = max(start, end - ZEROS_LAST) // PAGE_ALIGN * PAGE_ALIGN
     last = _read(fd, late, max(0, min(ZEROS_LAST + PAGE_ALIGN, end - late)))
     return first.count(0) == len(first) and last.count(0) == len(last)
+
+
+def _read_copy(fd: int, copy: int) -> bytes:
+    try:
+        return _read(fd, copy * PAGE_ALIGN, PAGE_ALIGN)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return bytes(PAGE_ALIGN)
 
 
 def _read(fd: int, offset: int, size: int) -> bytes:

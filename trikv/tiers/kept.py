@@ -8,11 +8,11 @@ Decided here: where the pool and its records lie, who may use them, and when the
 | our files, same measures | used |
 | our files, other measures or version | emptied, and it is said why: a miss is always right |
 | anything else | refused; not touched |
-| another process uses them | waited for: its copies must end before a byte is believed |
+| another process uses them, or its disk | waited for: copies must end before a byte is believed |
 
-The lock is on the pool's open file, which the daemon shares with its copiers: so it is free when
-the last process that could write the pool has ended, however it ended. A disk is refused: what a
-crash of the machine leaves of a mapped file is anybody's guess.
+The lock is on the pool's open file, which the daemon shares with its copiers and with the rings of
+its disks (`uring.py`): so it is free when the last one that could write the pool has ended, however
+it ended. A disk is refused: what a crash of the machine leaves of a mapped file is anybody's guess.
 """
 
 import contextlib
@@ -21,14 +21,16 @@ import fcntl
 import mmap
 import os
 import stat
-import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from trikv.core.ledger import ForeignError, Ledger, StaleError, bytes_for, check_header
+from trikv.tiers import locks
+from trikv.tiers.locks import patiently
 from trikv.tiers.numa import HUGE_PAGE_BYTES, Spread, nowhere
 from trikv.tiers.pool import HUGE_PAGES, SMALL_PAGES, Pool
 
@@ -43,8 +45,6 @@ BACKINGS: Final = {
 """By file system and mount option; others are not in memory."""
 FOLDER_MODE: Final = 0o700
 FILE_MODE: Final = 0o600
-LOCK_S: Final = 30.0
-LOCK_STEP_S: Final = 0.02
 STAT_UNIT: Final = 512
 
 
@@ -106,9 +106,10 @@ def open_kept(folder: Path, size_bytes: int, slab_bytes: int, *, spread: Spread 
             if there_bytes not in {0, size_bytes}:
                 note = note or "the pool was of another size"
             if note or there_bytes == 0:
-                # Zeros first: a record of an earlier pool must never be read as one of this.
-                os.ftruncate(records_fd, 0)
+                # Zeros: a record of an earlier pool must never be read as one of this. The pool
+                # first: killed in between, the next one finds no pool, and empties both.
                 os.ftruncate(pool_fd, 0)
+                os.ftruncate(records_fd, 0)
                 on_failure.callback(os.ftruncate, pool_fd, 0)
             _allocate(records_fd, measures.records_bytes)
             os.ftruncate(pool_fd, size_bytes)  # mapped first: it says where memory comes from
@@ -177,17 +178,13 @@ def _open(path: Path) -> int:
 
 
 def _lock(fd: int, folder: Path) -> None:
-    until_s = time.perf_counter() + LOCK_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.perf_counter() >= until_s:
-                message = f"{folder}: another process has used the pool for {LOCK_S:g} s: end it"
-                raise KeptError(message) from None
-            time.sleep(LOCK_STEP_S)
-        else:
-            return
+    try:
+        patiently(partial(fcntl.flock, fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise KeptError(
+            f"{folder}: another process has used the pool for {locks.LOCK_S:g} s: end it; if it "
+            "has ended, a disk still reads for it: use another folder until that is over"
+        ) from None
 
 
 def _look(fd: int, measures: _Measures, *, is_pool_there: bool) -> str:

@@ -11,11 +11,11 @@ from typing import Final
 from trikv.core.errors import BadRequestError
 from trikv.tiers import uring_package
 from trikv.tiers.threads import ThreadQueue
-from trikv.tiers.transfers import Queue
+from trikv.tiers.transfers import NOBODYS, Queue
 from trikv.tiers.uring import UringQueue
 
 AUTO: Final = "auto"
-BACK_ENDS: Final[Mapping[str, Callable[[int], Queue]]] = {
+BACK_ENDS: Final[Mapping[str, Callable[[int, int], Queue]]] = {
     UringQueue.name: UringQueue,
     uring_package.PackageQueue.name: uring_package.PackageQueue,
     ThreadQueue.name: ThreadQueue,
@@ -30,22 +30,24 @@ def why_not(kind: str) -> str:
     return uring_package.why_not() if kind == uring_package.PackageQueue.name else ""
 
 
-def make_queue(kind: str, fd: int) -> Queue:
+def make_queue(kind: str, fd: int, memory_fd: int = NOBODYS) -> Queue:
     """A back end for a descriptor, for use by the calling thread alone.
 
     Args:
         kind: one of `CHOICES` that `why_not` has nothing against; `auto` never fails.
         fd: what operations are on.
+        memory_fd: the file of the memory that they move; it stays open, and so locked, until the
+            kernel has ended the last of them, also when this process was killed long before.
 
     Raises:
         BadRequestError: it does not work here; the message says why.
     """
     if kind == AUTO:
         try:
-            return UringQueue(fd)
+            return UringQueue(fd, memory_fd)
         except OSError:  # an old kernel, or a container that forbids it
-            return ThreadQueue(fd)
+            return ThreadQueue(fd, memory_fd)
     try:
-        return BACK_ENDS[kind](fd)
+        return BACK_ENDS[kind](fd, memory_fd)
     except (OSError, ImportError) as error:
         raise BadRequestError(f"{kind} does not work here: {error}") from error

@@ -41,7 +41,7 @@ from trikv.tiers.runs import OPERATION_BYTES_MAX, join, sum_blocks
 from trikv.tiers.scan import scan
 from trikv.tiers.table import Table
 from trikv.tiers.threads import in_thread
-from trikv.tiers.transfers import HELD, Ring, Transfers
+from trikv.tiers.transfers import HELD, NOBODYS, Ring, Transfers
 
 ERRORS_A_MINUTE_MAX: Final = 16
 MINUTE_S: Final = 60.0
@@ -361,6 +361,7 @@ async def open_disk(
     ring: str = AUTO,
     region_bytes: int = 0,
     io_s_max: float = IO_S_MAX,
+    memory_fd: int = NOBODYS,
 ) -> AsyncIterator[Disk]:
     """Open or format a disk; leaving the block without `Disk.close` is like a crash.
 
@@ -370,20 +371,20 @@ async def open_disk(
         ring: what carries out operations.
         region_bytes: for tests; see `disklayout.layout_for`.
         io_s_max: an operation without an answer for so long turns the disk off.
+        memory_fd: see `rings.make_queue`.
 
     Raises:
         BadRequestError: that ring does not work here.
         UnusableDiskError: it must not be used; one line says why, and it is as it was.
         DiskFailedError: it does not work.
     """
-    reason = await trio.to_thread.run_sync(why_not, ring)
-    if reason:
+    if reason := await trio.to_thread.run_sync(why_not, ring):
         raise BadRequestError(f"{ring} {reason}", ring=ring)
     opened = partial(open_file, path, capacity_bytes, region_bytes=region_bytes)
     file: DiskFile = await trio.to_thread.run_sync(opened)
     served = None
     try:
-        queue, failure = make_queue(ring, file.fd), None
+        queue, failure = make_queue(ring, file.fd, memory_fd), None
         async with open_ring(queue, file.fd, io_s_max=io_s_max) as served:
             disk = Disk(served, file.superblock, file.path, file.look)
             try:

@@ -18,6 +18,7 @@ import trio
 from numpy.typing import NDArray
 
 from trikv.tiers.hostmem import NO_THREAD
+from trikv.tiers.transfers import NOBODYS
 
 if TYPE_CHECKING:
     import outcome
@@ -33,13 +34,16 @@ for _function in (_LIBC.preadv64, _LIBC.pwritev64):
 
 
 class ThreadQueue:
-    """Operations in threads; see `ring.Queue`."""
+    """Operations in threads; see `transfers.Queue`.
+
+    A thread that the kernel holds keeps its process, and that the file of the memory.
+    """
 
     name = "threads"
     depths = DEPTHS
     joins_memory = True
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, _memory_fd: int = NOBODYS) -> None:
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._fd = fd
         self._taken: list[tuple[int, partial[int]]] = []

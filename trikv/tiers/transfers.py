@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 HELD: Final = -1
 """No errno: the operation has not ended, and its memory must never be used again."""
 
+NOBODYS: Final = -1
+"""No file: memory that no other process will ever have."""
+
 PIECES_MAX: Final = 1_024
 
 

@@ -3,6 +3,10 @@
 Decided here: how the ring is set up, and how entries are laid out in its memory. ctypes lets go of
 the GIL around each system call. This file does not know Trio.
 
+A disk goes on with what it was given when the process is killed: it reads into the pages, which the
+kernel holds, and the files of the operations. So the ring is given the file of the memory as well:
+a lock on that is not free before the last byte has come.
+
 With SINGLE_ISSUER and DEFER_TASKRUN the kernel reads entries and writes answers inside our own
 calls, so no memory barrier is needed on any processor. A polled submission queue would need one
 that Python cannot express, and burns a core: it is not offered.
@@ -19,6 +23,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from trikv.tiers.transfers import NOBODYS
+
 DEPTHS: Final = (16, 4)
 
 SETUP_CQSIZE: Final = 1 << 3
@@ -31,6 +37,7 @@ _SETUP, _ENTER, _REGISTER = 425, 426, 427  # on every processor
 _ENTER_GETEVENTS: Final = 1 << 0
 _FEATURES: Final = 1 << 0 | 1 << 1  # SINGLE_MMAP, NODROP: no answer is ever lost
 _OP_READV, _OP_WRITEV, _OP_CANCEL, _OP_READ, _OP_WRITE = 1, 2, 14, 22, 23
+_REGISTER_FILES: Final = 2
 _REGISTER_EVENTFD: Final = 4
 _SQ_CQ_OVERFLOW: Final = 1 << 1
 _OFFSET_SQES: Final = 0x10000000
@@ -54,7 +61,12 @@ class UringQueue:
     joins_memory = True
 
     def __init__(
-        self, fd: int, *, depths: tuple[int, int] = DEPTHS, flags: tuple[int, ...] = FLAGS
+        self,
+        fd: int,
+        memory_fd: int = NOBODYS,
+        *,
+        depths: tuple[int, int] = DEPTHS,
+        flags: tuple[int, ...] = FLAGS,
     ) -> None:
         self._fd = fd
         self.depths = depths
@@ -63,8 +75,10 @@ class UringQueue:
         self.is_deferred = bool(params[2] & SETUP_DEFER_TASKRUN)
         self._map(params)
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        event = ctypes.c_int(self.event_fd)
-        _call(_REGISTER, self._ring, _REGISTER_EVENTFD, ctypes.byref(event), 1)
+        for code, one in ((_REGISTER_EVENTFD, self.event_fd), (_REGISTER_FILES, memory_fd)):
+            if one != NOBODYS:
+                number = ctypes.c_int(one)
+                _call(_REGISTER, self._ring, code, ctypes.byref(number), 1)
 
     def push(self, ticket: int, offset: int, pieces: NDArray[np.uint64], *, is_write: bool) -> None:
         """Take an operation."""

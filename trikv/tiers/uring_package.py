@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trikv.tiers.runs import Memory, view
+from trikv.tiers.transfers import NOBODYS
 from trikv.tiers.uring import DEPTHS
 
 PROBE_S_MAX: Final = 20.0
@@ -41,7 +42,9 @@ class PackageQueue:
     name = "liburing"
     joins_memory = False
 
-    def __init__(self, fd: int, *, depths: tuple[int, int] = DEPTHS) -> None:
+    def __init__(
+        self, fd: int, memory_fd: int = NOBODYS, *, depths: tuple[int, int] = DEPTHS
+    ) -> None:
         import liburing  # noqa: PLC0415  # an extra, and deadly on some processors
 
         self.depths = depths
@@ -58,6 +61,8 @@ class PackageQueue:
             liburing.io_uring_queue_init(entries, self._ring, 0)  # before Linux 6.1
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         liburing.io_uring_register_eventfd(self._ring, self.event_fd)
+        if memory_fd != NOBODYS:  # see `uring.py`
+            liburing.io_uring_register_files(self._ring, liburing.FileIndex([memory_fd]))
         self._views: dict[tuple[int, int], memoryview] = {}
         self._lists: dict[int, object] = {}  # by ticket: what the kernel reads
         self._is_unsubmitted = False
