@@ -75,7 +75,8 @@ bench: $(READY) ## every benchmark, as JSON lines
 soak: $(READY) ## a million calls of engines that come and go: memory, stalls, bytes (about an hour)
 	@$(PY) -m bench.soak
 
-night: $(READY) ## the property tests with fresh random examples, thousands of each (hours)
+night: $(READY) ## random lives of disks, and property tests with thousands of fresh examples (hours)
+	@TRIKV_SEEDS=20000 $(PY) -m pytest --timeout 0 tests/tiers/test_disk_crash.py
 	@HYPOTHESIS_PROFILE=night $(PY) -m pytest --timeout 0 -o faulthandler_timeout=0 tests/core tests/sim
 
 clean: ## remove the environment and all caches

@@ -31,6 +31,12 @@ CONNECTOR = {
     "kv_connector": "TriKVConnector",
     "kv_connector_module_path": "trikv.connector",
     "kv_role": "kv_both",
+    # What is there is waited for, however slow this machine is: by default an engine rather
+    # computes than wait more than 0.1 s for an answer or 2 s for a disk.
+    "kv_connector_extra_config": {
+        "trikv.query_timeout_ms": 30_000,
+        "trikv.load_wait_ms": 30_000,
+    },
 }
 MODEL = ("--layers", "8", "--hidden", "512")  # 18 M weights: computing a prompt takes over a second
 BLOCK = 32  # tokens

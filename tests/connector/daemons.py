@@ -91,7 +91,7 @@ class FakeDaemon:
         if child is None:
             return
         child.kill()
-        child.wait(30)
+        child.wait(PATIENCE_S)
         for pipe in (child.stdin, child.stdout):
             if pipe is not None:
                 pipe.close()

@@ -76,7 +76,7 @@ class ForkedDaemon(RealDaemon):
     def close(self) -> None:
         self.kill()
         self.forker.kill()
-        self.forker.wait(30)
+        self.forker.wait(PATIENCE_S)
         for pipe in (self.forker.stdin, self.forker.stdout):
             if pipe is not None:
                 pipe.close()

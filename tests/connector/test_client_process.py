@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.connector.conftest import HASHES, LOG, Clients, declaration, outcome, until
-from tests.connector.daemons import ROOT, clean_environ
+from tests.connector.daemons import PATIENCE_S, ROOT, clean_environ
 from trikv.connector.calls import Answer, Calls
 from trikv.connector.client import Client, Introduction, Settings
 from trikv.connector.link import AbsentError
@@ -76,7 +76,7 @@ def test_many_threads_start_it_together(world: Clients) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(PATIENCE_S)
         assert [type(answer) for answer in found] == [Answer] * 8
 
 
@@ -98,8 +98,8 @@ def test_a_forked_child_has_nothing_of_its_parents(world: Clients) -> None:
     answers = context.Queue()
     child = context.Process(target=child_of_fork, args=(calls, world.daemon.address, answers))
     child.start()
-    assert answers.get(timeout=30) == (True, True)
-    child.join(30)
+    assert answers.get(timeout=PATIENCE_S) == (True, True)
+    child.join(PATIENCE_S)
     assert child.exitcode == 0
     assert isinstance(outcome(calls.query("r", 32, HASHES)), Answer)
     until(lambda: world.daemon.counts()["connections"] == 1)
@@ -114,7 +114,7 @@ def test_a_childs_copy_of_the_socket_does_not_keep_the_session(world: Clients) -
     calls.client.close()
     until(lambda: world.daemon.counts()["connections"] == 0, 5)
     child.kill()
-    child.join(30)
+    child.join(PATIENCE_S)
 
 
 PROGRAM = """
@@ -151,7 +151,7 @@ def test_the_interpreter_ends(world: Clients, end: str, *, is_frozen: bool) -> N
             assert child.stdout.readline() == "ready\n"
             world.daemon.signal(signal.SIGSTOP)
         try:
-            _, errors = child.communicate("\n", timeout=20)
+            _, errors = child.communicate("\n", timeout=PATIENCE_S)
         finally:
             child.kill()
     wanted = 3 if "SystemExit" in end else 1 if "1 / 0" in end else 0

@@ -136,7 +136,7 @@ def test_a_query_without_an_answer_is_asked_again_as_it_writes_nothing() -> None
     rank.answer("again/r", ())
     thread = threading.Thread(target=rank.half.finished, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
     assert rank.words.written == [(3, 9)]
 
@@ -155,7 +155,7 @@ def test_a_step_does_not_end_while_a_lost_load_may_still_write() -> None:
     assert not ended.wait(0.2)
     assert rank.words.written == []
     via.watch.dead = True
-    assert ended.wait(10)
+    assert ended.wait(PATIENCE_S)
     assert rank.half.take_invalid() == set()
 
 

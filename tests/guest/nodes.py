@@ -47,7 +47,8 @@ from trikv.core import pauses
 from trikv.nursery import neighbours, owning
 from trikv.tiers import rdma, verbs
 verbs.BINDINGS = ({binding!r},)
-neighbours.LOAN_S, neighbours.CALL_S, neighbours.PAUSE_S_MAX = 30.0, 10.0, 0.5
+neighbours.LOAN_S, neighbours.PAUSE_S_MAX = 30.0, 0.5
+neighbours.CALL_S = neighbours.DIAL_S = 30.0
 rdma.PIECE_BYTES, rdma.CHAIN_MAX = 64 << 10, 1
 rdma.RdmaTransport.__init__.__kwdefaults__["pause_s"] = pauses.PAUSE_S_MAX = 1.0
 

@@ -54,12 +54,14 @@ def in_guest(module: str, distro_path: Path, *, rails: int) -> list[str]:
 
 
 @pytest.mark.rdma
+@pytest.mark.timeout(LIMIT_S + 180)
 def test_both_bindings_on_soft_roce(distro_path: Path) -> None:
     held = in_guest("tests.guest.checks", distro_path, rails=2)
     assert len(held) == 2 * CHECKS, held
 
 
 @pytest.mark.rdma
+@pytest.mark.timeout(LIMIT_S + 180)
 def test_whole_nodes_on_soft_roce(distro_path: Path) -> None:
     """One daemon by each binding."""
     held = in_guest("tests.guest.nodes", distro_path, rails=0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.conftest import Start
+from tests.conftest import PATIENCE_S, Start
 from tests.integration.daemons import RunningDaemon, start_daemon
 
 ANY_PORT = "127.0.0.1:0"
@@ -32,7 +32,7 @@ def place(daemon: RunningDaemon) -> tuple[str, int]:
 
 
 def get(daemon: RunningDaemon, path: str, method: str = "GET") -> tuple[int, str]:
-    connection = http.client.HTTPConnection(*place(daemon), timeout=20)
+    connection = http.client.HTTPConnection(*place(daemon), timeout=PATIENCE_S)
     try:
         connection.request(method, path)
         reply = connection.getresponse()

@@ -14,7 +14,7 @@ import structlog.testing
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.conftest import Start
+from tests.conftest import PATIENCE_S, Start
 from tests.integration.daemons import (
     RunningDaemon,
     attached,
@@ -169,7 +169,7 @@ def test_a_wrong_address_is_one_line_and_exit_1(tmp_path: Path, where: str) -> N
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        daemon_command(*arguments), capture_output=True, text=True, timeout=30, check=False
+        daemon_command(*arguments), capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
 
 
@@ -225,7 +225,7 @@ def test_it_dies_with_the_daemon(start: Start, tmp_path: Path) -> None:
     assert get(daemon, "/ready")[0] == 200
     assert daemon.end() == 0
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(where, timeout=5)
+        socket.create_connection(where, timeout=PATIENCE_S)
 
 
 def test_a_killed_daemon_takes_it_along(start: Start, tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_killed_daemon_takes_it_along(start: Start, tmp_path: Path) -> None:
     where = place(daemon)
     daemon.end(signal.SIGKILL)
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(where, timeout=5)
+        socket.create_connection(where, timeout=PATIENCE_S)
     again = start_daemon(start, tmp_path, "--http-addr", f"{where[0]}:{where[1]}")
     assert get(again, "/ready")[0] == 200
     assert again.end() == 0

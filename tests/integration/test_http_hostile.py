@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from tests.conftest import Start
+from tests.conftest import PATIENCE_S, Start
 from tests.integration.daemons import RunningDaemon, attached, hashes, start_daemon, status, wire_ok
 from tests.integration.pages import ANY_PORT, get, place, serving
 from trikv.process import http as module
@@ -160,7 +160,7 @@ async def test_a_page_that_nobody_reads_is_given_up(
     monkeypatch.setattr(module, "IDLE_S", idle_s)
     monkeypatch.setattr(module, "LIFE_S", 600.0)
     monkeypatch.setattr(module, "CONNECTIONS_MAX", 1)
-    with module.listen(ANY_PORT) as sock, trio.fail_after(30):
+    with module.listen(ANY_PORT) as sock, trio.fail_after(PATIENCE_S):
         assert sock is not None
         port = sock.getsockname()[1]
         server = module.HttpServer(large_page, lambda: "serving", sock)

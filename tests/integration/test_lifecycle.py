@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conftest import Start
+from tests.conftest import PATIENCE_S, Start
 from tests.integration.daemons import (
     Engine,
     RunningDaemon,
@@ -36,7 +36,7 @@ def run(
         env=clean | environ,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE_S,
         check=False,
     )
 
@@ -147,7 +147,7 @@ def test_without_an_address_the_runtime_directory_is_found_by_all(
         env=environ,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert f"unix:{path}" in found.stdout, found.stderr
@@ -204,7 +204,7 @@ def test_clients_cannot_reach_a_daemon_over_tcp_of_another_user_or_register_memo
         as_nobody("trikv.cli.main", "status", "--addr", address, "--timeout", "5"),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert stranger.returncode == 1
@@ -222,7 +222,7 @@ def test_another_uid_is_refused_even_when_the_file_modes_let_it_in(
             as_nobody("trikv.cli.main", "status", "--addr", daemon.address),
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=PATIENCE_S,
             check=False,
         )
 
@@ -247,7 +247,7 @@ def test_example_and_status_work_and_the_second_run_finds_the_first_s_blocks(
             [sys.executable, str(root / "examples" / "client.py"), daemon.address],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=PATIENCE_S,
             check=True,
         ).stdout
         for _ in range(2)
@@ -260,7 +260,7 @@ def test_example_and_status_work_and_the_second_run_finds_the_first_s_blocks(
         env=os.environ | {"TRIKV_SOCKET": str(daemon.path)},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE_S,
         check=True,
     ).stdout
     assert max(map(len, table.splitlines())) <= 80 + len(str(daemon.path))

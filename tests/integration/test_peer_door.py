@@ -16,7 +16,7 @@ import capnp
 import numpy as np
 import pytest
 
-from tests.conftest import Start
+from tests.conftest import PATIENCE_S, Start
 from tests.integration.daemons import (
     IS_INSIDE,
     RunningDaemon,
@@ -125,7 +125,7 @@ def request_of(token: bytes, pieces: list[tuple[int, int]], number: int = 0) -> 
 
 def answer(port: int, request: bytes, size: int) -> tuple[tcpframes.Status | None, bytes]:
     """What a data stream answers; None: it hangs up."""
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as sock:
         sock.sendall(request)
         head = b""
         while len(head) < tcpframes.REPLY_BYTES:

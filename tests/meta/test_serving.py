@@ -11,7 +11,7 @@ import pytest
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.conftest import Start
+from tests.conftest import PATIENCE_S, Start
 from tests.meta.callers import ONE, SECRET, TWO
 from tests.meta.metas import (
     ROOT,
@@ -131,7 +131,7 @@ def shown(start_here: Start, tmp_path_factory: pytest.TempPathFactory) -> Runnin
 
 
 def get(meta: RunningMeta, path: str) -> str:
-    with urllib.request.urlopen(meta.http + path, timeout=30) as reply:
+    with urllib.request.urlopen(meta.http + path, timeout=PATIENCE_S) as reply:
         return str(reply.read().decode())
 
 

@@ -9,9 +9,10 @@ from trio.testing import MockClock
 
 from tests.sim.fake_disk import DiskFaults, Medium
 from tests.sim.month import PAGE, Host
-from tests.sim.test_fetching import save
+from tests.sim.test_fetching import ORDER, save
 from tests.sim.test_world import quiet
 from trikv.nursery import spilling
+from trikv.process.guest import TRIO
 
 assert quiet  # the fixture is for this file too
 
@@ -28,6 +29,7 @@ def live(
 
     async def main() -> None:
         rng = random.Random(1)
+        TRIO._r.seed(ORDER)
         mediums = [Medium(rng, 4, 512 << 10) for _ in faults]
         host = Host(rng, mediums, GOOD, [1])
         for fake, one in zip(host.fakes, faults, strict=True):

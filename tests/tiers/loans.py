@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import trio
 
+from tests.conftest import PATIENCE_S
 from tests.tiers.peers import MARK, Memory
 from trikv.address import Address
 from trikv.core.below import Below
@@ -96,7 +97,9 @@ class Link:
         loan, token, left_s = lent
         offsets = np.full((1, len(wanted)), -1, np.int64)
         offsets[:, loan.positions] = loan.offsets
-        await trio.sleep(0.05)  # the sums are made meanwhile
+        if wants_sums:  # they are of what is there now
+            with trio.fail_after(PATIENCE_S):
+                await side.owner._lent[loan.grant.id].summed.wait()
         if side.before_fetch is not None:
             side.before_fetch()
         return Borrowed(loan.grant.id, left_s, loan.page_bytes, offsets, token)
@@ -188,6 +191,8 @@ async def reading(
 
     monkeypatch.setattr(neighbours, "dial_peer", dial)
     monkeypatch.setattr(neighbours, "on_asyncio", at_once)
+    for name in ("CALL_S", "DIAL_S", "LOAN_S"):  # a machine that stalls loses no block
+        monkeypatch.setattr(neighbours, name, PATIENCE_S)
     cache, memory = new_cache(), Memory(np.full(POOL, MARK, np.uint8))
     below = new_below(cache)
     shared = Shared(cache, below)
@@ -200,6 +205,7 @@ async def reading(
         lambda: nics, int(verifies),
     )  # fmt: skip
     node = Neighbour(Address(host="127.0.0.1", port=50055), local)
+    node._pause_s = PATIENCE_S
     try:
         yield ReaderSide(cache, memory, remote, node)
     finally:
@@ -210,6 +216,6 @@ async def reading(
 
 
 async def gone(side: OwnerSide) -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE_S):
         while side.pins or side.owner.lending.grants.count:  # noqa: ASYNC110
             await trio.sleep(0.01)

@@ -14,6 +14,7 @@ from trikv.tiers.peer import Fetch, Outcome
 MIB = 1 << 20
 SLOTS_MAX = 1 << 16
 PATIENCE_S = 60
+LATER_S = 200.0  # than any fetch here may take
 MARK = 0xA5
 """What landing pages hold before anything has come."""
 

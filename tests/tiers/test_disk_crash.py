@@ -2,12 +2,14 @@
 
 import os
 import random
+from collections.abc import Callable
 
 import pytest
 import trio
 
 from tests.tiers.media import SHAPES, PowerCutError, World
 from trikv.process.guest import TRIO
+from trikv.tiers import scan, ssd
 from trikv.tiers.ssd import Disk
 
 SEEDS = int(os.environ.get("TRIKV_SEEDS", "100"))
@@ -58,8 +60,18 @@ async def lives(world: World, rng: random.Random) -> None:
 
 @pytest.fixture(autouse=True)
 def repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A seed is a whole life: Trio's order of tasks follows from it too."""
-    monkeypatch.setattr(TRIO, "_ALLOW_DETERMINISTIC_SCHEDULING", True)
+    """A seed is a whole life: Trio's order of tasks follows from it too, and there are no threads.
+
+    That Trio's tasks may be ordered is a switch that pytest-trio has turned.
+    """
+
+    async def in_thread(call: Callable[[], object], _limiter: trio.CapacityLimiter) -> object:
+        for _ in range(TRIO._r.randrange(1, 5)):
+            await trio.lowlevel.checkpoint()
+        return call()
+
+    monkeypatch.setattr(ssd, "in_thread", in_thread)
+    monkeypatch.setattr(scan, "in_thread", in_thread)
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, AT_ONCE))

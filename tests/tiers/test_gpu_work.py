@@ -11,6 +11,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import PATIENCE_S
 from tests.tiers.cuda_double import BLOCKS, END, ENGINE, SLAB, WORD, Cuda, Owner, doubled
 from tests.tiers.test_gpu_lane import expected, pieces_of
 from trikv.core.pages import PAGE_ALIGN
@@ -191,7 +192,7 @@ def test_nothing_is_unmapped_while_bytes_are_brought_for_it() -> None:
 
     def bring(*_: object) -> None:
         begun.set()
-        may_end.wait(10)
+        may_end.wait(PATIENCE_S)
         said.append("brought")
 
     pages = np.zeros(1, np.int64)
@@ -211,12 +212,12 @@ def test_nothing_is_unmapped_while_bytes_are_brought_for_it() -> None:
             preparing = threading.Thread(target=work._prepare, args=(lane,))
             preparing.start()
             if not said:
-                assert begun.wait(10)
+                assert begun.wait(PATIENCE_S)
                 unmapping = threading.Thread(target=copier._obey, args=(Kind.DETACH, 1, b""))
                 unmapping.start()
                 unmapping.join(0.05)
                 assert said == []
                 may_end.set()
-                unmapping.join(10)
-            preparing.join(10)
+                unmapping.join(PATIENCE_S)
+            preparing.join(PATIENCE_S)
     assert said == ["brought", "unmapped"]

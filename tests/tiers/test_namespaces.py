@@ -69,7 +69,7 @@ async def test_a_host_fetches_from_another_until_the_cable_is_cut(
     port, token = (await trio.to_thread.run_sync(owner.stdout.readline)).split()
     pool, source = landing_pool(), owner_pool()
     address = Address(host=host, port=int(port))
-    transport = TcpTransport(address, pool, limiter=trio.CapacityLimiter(8), stall_s=1)
+    transport = TcpTransport(address, pool, limiter=trio.CapacityLimiter(8))
     runs = shuffled(pool, count=32, size=MIB)
     fetch = fetch_of(runs, bytes.fromhex(token))
     await transport.fetch(fetch)

@@ -6,6 +6,7 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import structlog
 import trio
 
+from tests.conftest import PATIENCE_S
 from tests.tiers.numa_maps import pages_by_node, policies
 from trikv.core.banks import ANY_BANK, WHOLE, divide
 from trikv.core.pages import Pages
@@ -125,12 +127,15 @@ def test_all_of_the_pool_is_touched_by_several_threads_at_once(
     monkeypatch.setattr(populating, "STEP_BYTES", 3 * MIB)
     monkeypatch.setattr(pool, "TOUCH_BYTES", MIB)
     touched: list[tuple[int, int]] = []
-    at_once = [0, 0]
+    at_once, together = [0, 0], threading.Event()
     whole = Pool.populate
 
     def populate(self: Pool, offset: int, length: int) -> None:
         at_once[0] += 1
         at_once[1] = max(at_once)
+        if at_once[0] > 1:
+            together.set()
+        together.wait(PATIENCE_S)
         whole(self, offset, length)
         touched.append((offset, length))
         at_once[0] -= 1

@@ -5,12 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trio
+from trio.testing import MockClock
 
 from tests.tiers.double import Double, ends
 from tests.tiers.peers import (
+    LATER_S,
     MARK,
     MIB,
     Memory,
+    arrived_right,
     check,
     condition,
     fetch_of,
@@ -28,9 +31,10 @@ pytestmark = pytest.mark.usefixtures("small_regions")
 
 @pytest.mark.parametrize("how", ["deadline", "cancelled"])
 async def test_a_fetch_that_is_over_is_never_written_again(
-    double: Double, sysfs: Path, how: str
+    double: Double, sysfs: Path, how: str, mock_clock: MockClock
 ) -> None:
     """The landing pages go to others at once; reads that are late would write over those."""
+    mock_clock.rate = 1
     async with ends(sysfs) as both:
         await both.transport.fetch(fetch_of(rows(both.pool, (0, 0, MIB))))  # dials
         both.pool.memory[:] = MARK
@@ -38,12 +42,14 @@ async def test_a_fetch_that_is_over_is_never_written_again(
             double.set(number, mute=1)
         posts = double.get("posts")
         runs = shuffled(both.pool, count=300, size=64 << 10)
-        fetch = fetch_of(runs, seconds=1.5 if how == "deadline" else 120)
+        fetch = fetch_of(runs)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(both.transport.fetch, fetch)
             await condition(lambda: double.get("posts") >= posts + 4)  # on both devices
             if how == "cancelled":
                 nursery.cancel_scope.cancel()
+            else:
+                mock_clock.jump(LATER_S)
         assert (fetch.outcome == Outcome.FAILED).all()
         for number in range(2):
             double.set(number, mute=0)
@@ -54,15 +60,22 @@ async def test_a_fetch_that_is_over_is_never_written_again(
         check(again, both.source, both.pool)
 
 
-async def test_a_deadline_keeps_what_has_come(double: Double, sysfs: Path) -> None:
+async def test_a_deadline_keeps_what_has_come(
+    double: Double, sysfs: Path, mock_clock: MockClock
+) -> None:
+    mock_clock.rate = 1
     async with ends(sysfs) as both:
         first = fetch_of(rows(both.pool, (0, 0, MIB)))
         await both.transport.fetch(first)
         both.pool.memory[:] = MARK
         double.set(0, delay_us=2_000)
         double.set(1, mute=1)
-        fetch = fetch_of(shuffled(both.pool, count=16, size=2 * MIB), seconds=2)
-        await both.transport.fetch(fetch)
+        fetch = fetch_of(shuffled(both.pool, count=16, size=2 * MIB))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(both.transport.fetch, fetch)
+            await condition(lambda: any(arrived_right(fetch, both.source, both.pool)))
+            await trio.sleep(0.5)  # until that is known
+            mock_clock.jump(LATER_S)
         arrived = fetch.outcome == Outcome.ARRIVED
         assert arrived.any()
         assert not arrived.all()
@@ -125,16 +138,22 @@ async def test_a_fence_that_the_nic_refuses_is_told(double: Double, sysfs: Path)
         assert double.get("pairs") == alive - 2 * PAIRS_A_PATH
 
 
-async def test_pages_that_a_nic_keeps_are_told(double: Double, sysfs: Path) -> None:
+async def test_pages_that_a_nic_keeps_are_told(
+    double: Double, sysfs: Path, mock_clock: MockClock
+) -> None:
     """A queue pair that cannot be destroyed may write for ever: nobody may reuse its targets."""
+    mock_clock.rate = 1
     async with ends(sysfs) as both:
         await both.transport.fetch(fetch_of(rows(both.pool, (0, 0, MIB))))  # dials
         both.pool.memory[:] = MARK
         for number in range(2):
             double.set(number, mute=1)
-        fetch = fetch_of(shuffled(both.pool, count=200, size=64 << 10), seconds=1.5)
+        fetch = fetch_of(shuffled(both.pool, count=200, size=64 << 10))
         double.set(0, destroy_fails=1)
-        await both.transport.fetch(fetch)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(both.transport.fetch, fetch)
+            await condition(lambda: double.get("waiting", 0) and double.get("waiting", 1))
+            mock_clock.jump(LATER_S)
         kept = fetch.outcome == Outcome.UNFENCED
         assert kept.any()
         assert not kept.all()
