@@ -138,7 +138,9 @@ class BelowMachine(RuleBasedStateMachine):
     def is_one_prompt(self, who: Who, node: int) -> None:
         """A request's blocks are those of one prompt, which only grows."""
         before = self.prompts.get(who, 1)
-        if self.is_strict and before not in path_to(node) and node not in path_to(before):
+        if node in path_to(before):  # its beginning
+            return
+        if self.is_strict and before not in path_to(node):
             self.cache.release(*who)
         self.prompts[who] = node
 
