@@ -323,13 +323,14 @@ async def test_an_owner_that_lies_costs_a_miss(lie: str) -> None:
 
 
 async def test_an_owner_that_breaks_off_is_asked_again() -> None:
-    """A stream that died while it was idle costs nothing but a new one."""
+    """Streams that died while they were idle, all of them, cost nothing but new ones."""
     async with rig() as world:
         runs = shuffled(world.pool, count=16, size=MIB)
         token = world.lend(runs)
-        await world.transport.fetch(fetch_of(runs, token))
-        for stream in world.transport._idle:
+        for stream in [await world.transport._connect() for _ in range(2 * tcp.STREAMS)]:
+            assert stream is not None
             stream._sock.shutdown(socket.SHUT_RDWR)
+            world.transport._idle.append(stream)
         world.pool.memory[:] = MARK
         fetch = fetch_of(runs, token)
         await world.transport.fetch(fetch)

@@ -257,11 +257,12 @@ class TcpTransport:
                             nursery.start_soon(self._use_one, work)
                     if work.is_stopped or not work.bounds:
                         return
+                    await self.aclose()  # one has broken, and idle ones may have died with it
         finally:
             fetch.outcome[whole_runs(fetch.runs, pieces, work.arrived)] = Outcome.ARRIVED
 
     async def aclose(self) -> None:
-        """See `Transport`."""
+        """See `Transport`; closes idle streams, and does not wait."""
         while self._idle:
             self._idle.pop().close()
 
