@@ -120,10 +120,16 @@ def test_at_the_bound_less_is_lent_or_nothing_for_now() -> None:
 
 
 def test_a_namespace_that_was_reset_is_not_lent_again() -> None:
+    """What is out at that moment is not valid either: it may be of the new weights already."""
     cache, shared, lending = world()
     save(cache, key("r"), [1])
+    loan = lend(lending, [1])
+    assert loan is not None
+    cache.retire_space(ONE)
     shared.retire_space(ONE)
     assert lend(lending, [1]) is None
+    assert lending.release(PEER, loan.grant.id) == (False, loan.grant)
+    lending.unpin(loan.grant)
     again = SpaceId(3)  # the same namespace's next epoch
     shared.open_space(again, ORIGIN)
     save(cache, key("r", space=3), [1])

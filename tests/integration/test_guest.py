@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import capnp
 import outcome
 import pytest
 import trio
 import trio.lowlevel
 
 from tests.conftest import PATIENCE_S
-from trikv.process import guest
+from trikv.process import edges, guest
 from trikv.process.guest import TURNS_MAX, TURNS_S, Guest, Host
 from trikv.streams import Loop
 
@@ -214,3 +215,21 @@ def test_what_the_main_task_raises_reaches_the_host() -> None:
     with pytest.raises(KeyError, match="why"):
         asyncio.run(main())
     assert outcome.capture(lambda: guest.TRIO.start_thread_soon).unwrap() is guest.THREADED
+
+
+def test_both_ends_ask_whether_a_silent_host_is_there() -> None:
+    """One without power says nothing: its connections would be kept until there is no room."""
+
+    async def ends() -> None:
+        async with capnp.kj_loop():
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                sock = socket.create_connection(server.getsockname())
+            sock.setblocking(False)  # noqa: FBT003  # positional only
+            stream = await edges.open_stream(sock)
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            wanted = [(socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3)]
+            for option, value in wanted:
+                assert sock.getsockopt(socket.IPPROTO_TCP, option) == value
+            stream.close()
+
+    asyncio.run(ends())

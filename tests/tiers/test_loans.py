@@ -137,6 +137,27 @@ async def test_an_owner_that_has_lent_too_much_is_asked_again(
     assert owner_side.dialled == 1
 
 
+async def test_sums_are_made_of_what_has_come_alone(
+    owner_side: OwnerSide, reader_side: ReaderSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory is short a page that has not come cannot even be looked at: SIGBUS."""
+    whole, sums_of, summed = neighbours.Ways.fetch, neighbours.sums_of, []
+
+    async def fetch(self: neighbours.Ways, one: Fetch) -> None:
+        await whole(self, one)
+        one.outcome[1:3] = Outcome.FAILED
+
+    def count(pool: Any, offsets: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
+        summed.append(offsets.shape[1])
+        return sums_of(pool, offsets, lengths)
+
+    monkeypatch.setattr(neighbours.Ways, "fetch", fetch)
+    monkeypatch.setattr(neighbours, "sums_of", count)
+    result = await reader_side.bring(reader_side.wanted())
+    assert result.arrived.tolist() == [True, False, False, True]
+    assert summed == [2]
+
+
 async def test_what_cannot_be_fenced_is_kept_from_all_others(
     owner_side: OwnerSide, reader_side: ReaderSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from trikv.core.cache import Cache
 from trikv.core.errors import OverloadedError
 from trikv.core.grants import Fence, Grant, Grants
 from trikv.core.shared import Shared
-from trikv.core.words import GrantId, Offsets, PeerId, Words
+from trikv.core.words import GrantId, Offsets, PeerId, SpaceId, Words
 
 LENT_FRACTION: Final = 0.25
 """Of the pool, to all peers together: as much cannot be evicted meanwhile."""
@@ -114,12 +114,17 @@ class Lending:
     def release(self, peer: PeerId, grant: GrantId) -> tuple[bool, Grant | None]:
         """A peer reads no more, by its own word: was the grant valid all the time?
 
+        Not where its blocks were reset meanwhile: they may be of other weights than they are named.
+
         Returns:
             (was valid, the grant whose pins the caller ends with `unpin`).
         """
         held = self.grants.find(peer, grant)
         released = self.grants.release(peer, grant)
-        return released.was_valid, held if released.was_valid else None
+        if held is None or not released.was_valid:
+            return False, None
+        space = SpaceId(self._cache.blocks.space.item(held.entries[0]))
+        return self._shared.origin_of(space) is not None, held
 
     def unpin(self, grant: Grant) -> None:
         """Nothing of a released grant is read any more."""

@@ -224,9 +224,9 @@ class Neighbour:
         checks = joined.tcp.count != slow_before or self._verifies()
         release = joined.link.release(lent.grant, len(rows), wants_sums=checks)
         was_valid, sums = await _within(release)
-        is_right = came
-        if was_valid and checks:
-            is_right = came & await self._are_right(part, rows, sums)
+        is_right = came.copy()
+        if was_valid and checks:  # of what has come: other pages may not even have memory
+            is_right[came] = await self._are_right(part, rows[came], sums[came])
         if not bool(is_right.all() | ~came.any()) and was_valid:
             self.wrong_blocks += int((came & ~is_right).sum())
             log.error("peer.wrong", addr=str(self.address), blocks=int((came & ~is_right).sum()))

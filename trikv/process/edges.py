@@ -5,7 +5,7 @@ Needs nothing but pycapnp, so that commands can use it where a daemon's packages
 
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import capnp
 
@@ -29,9 +29,21 @@ def first_line(text: str) -> str:
     return text.partition("\n")[0][:200]
 
 
+KEEPALIVE: Final = {
+    socket.TCP_KEEPIDLE: 5,  # seconds without a byte until the other end's kernel is asked
+    socket.TCP_KEEPINTVL: 2,
+    socket.TCP_KEEPCNT: 3,
+}
+"""A host that lost its power says nothing: else its connection would be kept for ever, until there
+is room for no other. One whose process stands still is there, as its kernel answers."""
+
+
 async def open_stream(sock: socket.socket) -> Any:
     """A connected socket as pycapnp takes it."""
     if sock.family == socket.AF_UNIX:
         return await capnp.AsyncIoStream.create_unix_connection(sock=sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
     return await capnp.AsyncIoStream.create_connection(sock=sock)
