@@ -176,6 +176,59 @@ def test_a_busy_gpu_counts_as_busy_as_long_as_chunks_follow_each_other() -> None
         assert not lane.busy.is_now
 
 
+@pytest.mark.parametrize("into_engine", [False, True])
+def test_kernels_on_time_say_that_a_gpu_is_free_again(*, into_engine: bool) -> None:
+    """However soon copy follows copy; and one late one says that it is not."""
+    with doubled() as (cuda, lane_module, device_module):
+        now_s = [100.0]
+        busy_of(lane_module).time = SimpleNamespace(perf_counter=lambda: now_s[0])
+        busy_of(lane_module).TIMED_BYTES_MIN = 0
+        lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=into_engine)
+        most = busy_of(lane_module).ON_TIME_MAX
+
+        def copy(kernel_s: float) -> None:
+            cuda.kernel_s = kernel_s
+            lane_module.time = SimpleNamespace(perf_counter=iter((0.0, kernel_s)).__next__)
+            assert begin(0)
+            assert begin(1)
+            now_s[0] += 0.9 * busy_of(lane_module).BUSY_S
+            while lane._moving:
+                lane.wait()
+
+        copy(1e-5)
+        for on_time in (0, most - 1):
+            copy(1.0)
+            for _ in range(on_time):
+                assert lane.busy.is_now
+                copy(1e-5)
+            assert lane.busy.is_now
+        copy(1e-5)
+        assert not lane.busy.is_now
+        copy(1e-5)
+        assert not lane.busy.is_now
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_the_bus_has_some_pages_of_a_large_chunk_while_it_is_asked_for_the_rest(
+    *, is_busy: bool
+) -> None:
+    """Of a load's first: the others are asked for while it has those before."""
+    with doubled() as (cuda, lane_module, device_module):
+        lane, target, blocks = a_lane(cuda, lane_module, device_module, into_engine=True)
+        lane_module.FIRST_PAGES = 3
+        lane.busy.until_s = math.inf if is_busy else -math.inf
+        asked, copy = list[int](), cuda.copy
+        cuda.copy = lambda *args: (asked.append(len(args[0])), copy(*args))  # type: ignore[method-assign, func-returns-value]
+        for part in (slice(0, 4), slice(4, 8)):
+            assert lane.start(target, blocks, part)
+        assert asked == ([3, 1, 4] if is_busy else [4, 4])
+        while lane._moving:
+            lane.wait()
+        for block, offset in zip(blocks.blocks[:8], blocks.offsets[:8], strict=True):
+            page, place = POOL + int(offset), ENGINE + 4096 * int(block)
+            assert np.array_equal(cuda.memory[place:][:4096], cuda.memory[page:][:4096])
+
+
 def test_a_save_that_fits_needs_one_kernel_of_a_busy_gpu() -> None:
     for into_engine in (False, True):
         with doubled() as (cuda, lane_module, device_module):

@@ -17,6 +17,9 @@ BUSY_S: Final = 1.0
 """How long one late kernel makes a GPU busy."""
 BUSY_S_MAX: Final = 30.0
 """The same while chunks follow each other without a pause: then not all of them are timed."""
+ON_TIME_MAX: Final = 8
+"""So many kernels in a row that did not wait end it. Of a GPU that others do use, every second or
+third one does not."""
 
 
 class Busy:
@@ -32,6 +35,7 @@ class Busy:
         """Take what is late; infinite: nothing is."""
         self._late_s = late_s
         self._since_timed = 0  # chunks
+        self._on_time = 0  # kernels, since a late one
         self.until_s = -math.inf
         self.late_at_s = -math.inf
         self.byte_s = math.inf
@@ -64,10 +68,16 @@ class Busy:
             self.byte_s = min(self.byte_s, took_s / size)
         best_s = took_s if math.isinf(self.byte_s) else self.byte_s * size
         if took_s > self._late_s + 2 * best_s:
-            self.late_at_s = time.perf_counter()
+            self._on_time, self.late_at_s = 0, time.perf_counter()
             self.until_s = max(self.until_s, self.late_at_s + BUSY_S)
+            return
+        self._on_time += 1
+        if self._on_time == ON_TIME_MAX:
+            self.until_s = -math.inf
 
     def go_on(self) -> None:
         """More of a copy follows without a pause: what was seen a moment ago still counts."""
+        if self._on_time >= ON_TIME_MAX:
+            return
         until_s = min(time.perf_counter() + BUSY_S, self.late_at_s + BUSY_S_MAX)
         self.until_s = max(self.until_s, until_s)

@@ -39,6 +39,8 @@ CHUNK_BYTES_DIRECT: Final = 16 << 20
 CHUNKS_MIN: Final = 4
 """So many chunks fit into the staging, at least."""
 DIRECT_WINDOW_BYTES: Final = 64 << 20
+FIRST_PAGES: Final = 8
+"""Of a busy GPU's load: what the bus has to do while it is asked for the rest of a large chunk."""
 HEAD_BYTES: Final = 64 << 20
 """Of a busy GPU's save: what the bus has to do while the kernel gathers the rest."""
 KEEP_AHEAD_S: Final = 0.01
@@ -283,7 +285,8 @@ class GpuLane:
             self._gather(group, ids, offsets, heads, where, is_timed=is_timed)
             return True
         is_timed = is_timed and not is_busy  # else it is launched later, and timed by us
-        self._moves.pages(group, offsets, heads, where)
+        for part in _cut(len(ids), FIRST_PAGES if is_first and is_busy else 0):
+            self._moves.pages(group, offsets[part], heads[part], where + part.start * group.pitch)
         there = self._mark(self._bus, is_timed=is_timed)
         end = self._events.take(is_timed=is_timed)
         moving = self._note(end, size, (there,), (there, end) if is_timed else None)
@@ -307,9 +310,7 @@ class GpuLane:
         if begun is not None:  # else it might begin before
             gpu.wait_in(self._cores, begun)
         head = HEAD_BYTES // group.pitch
-        parts = [slice(0, len(ids))]
-        if 0 < 2 * head < len(ids):
-            parts = [slice(0, head), slice(head, len(ids))]
+        parts = _cut(len(ids), head if 2 * head < len(ids) else 0)
         for part in parts:
             self._moves.kernel(group, ids[part], where + part.start * group.pitch)
             gathered.append(self._mark(self._cores, is_timed=is_timed and part is parts[-1]))
@@ -350,3 +351,8 @@ class GpuLane:
         self._bytes += size
         self._moving.append(Moving(end, size, steps, kernel, size))
         return self._moving[-1]
+
+
+def _cut(count: int, head: int) -> list[slice]:
+    """So many, the first ones by themselves; 0: all together."""
+    return [slice(0, head), slice(head, count)] if 0 < head < count else [slice(0, count)]
