@@ -43,7 +43,7 @@ POOL = "12gb"
 TARGETS = {512: 0.97, 128: 0.92}  # MiB and more: ratio to one large copy
 PEER_TARGETS = {"block outermost": 1.05, "K and V apart": 3.0}
 """By layouts that PegaFlow knows: ratio to its default way."""
-LOADED_S, LOADED_TURNS = 0.5, 7
+LOADED_MIB, LOADED_S, LOADED_TURNS = 1024, 0.5, 7
 BEGUN_S = 0.1
 
 
@@ -191,14 +191,15 @@ def measure(args: argparse.Namespace) -> Iterator[Line]:
     """All cases."""
     sizes = [int(one) for one in args.mib.split(",")]
     names = list(LAYOUTS) if args.layouts == "all" else args.layouts.split(",")
-    ceiling = Ceiling.of(max(sizes) * 1_100_000)
+    most = max(*sizes, LOADED_MIB if args.load else 0)
+    ceiling = Ceiling.of(most * 1_100_000)
     with (
         daemons.daemon("--pool-size", args.pool) as address,
         pegaflow.beside(args.pool) as their_address,
     ):
         for layout in names:
             page = sum(one.numel() * one.element_size() for one in LAYOUTS[layout](1).values())
-            blocks = 2 * max(sizes) * (1 << 20) // page + 64
+            blocks = 2 * most * (1 << 20) // page + 64
             tensors = LAYOUTS[layout](blocks)
             with gpu_engine(address, tensors, blocks, model=layout) as engine:
                 wait_for_pool(address)
@@ -219,8 +220,8 @@ def measure(args: argparse.Namespace) -> Iterator[Line]:
 
 def loaded(engine: GpuEngine, ceiling: Ceiling, layout: str, page: int) -> Iterator[Line]:
     """One size while another process computes; each direction by itself, in turns with none."""
-    count = (1 << 30) // page
-    size, case = count * page, f"{layout}, 1024 MiB, busy"
+    count = LOADED_MIB * (1 << 20) // page
+    size, case = count * page, f"{layout}, {LOADED_MIB} MiB, busy"
     is_contiguous = layout == "block outermost"
     target, kept = (0.95, 0.97) if is_contiguous else (0.90, 0.95)
     ids = random.Random(case).sample(range(engine.blocks), 2 * count)
