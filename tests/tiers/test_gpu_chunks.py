@@ -176,9 +176,13 @@ def test_a_busy_gpu_counts_as_busy_as_long_as_chunks_follow_each_other() -> None
         assert not lane.busy.is_now
 
 
+@pytest.mark.parametrize("has_word", [False, True])
 @pytest.mark.parametrize("into_engine", [False, True])
-def test_kernels_on_time_say_that_a_gpu_is_free_again(*, into_engine: bool) -> None:
-    """However soon copy follows copy; and one late one says that it is not."""
+def test_kernels_on_time_say_that_a_gpu_is_free_again(*, into_engine: bool, has_word: bool) -> None:
+    """However soon copy follows copy; and one late one says that it is not.
+
+    Also where a word is to show the end: then kernels do not wait for our turn.
+    """
     with doubled() as (cuda, lane_module, device_module):
         now_s = [100.0]
         busy_of(lane_module).time = SimpleNamespace(perf_counter=lambda: now_s[0])
@@ -191,6 +195,8 @@ def test_kernels_on_time_say_that_a_gpu_is_free_again(*, into_engine: bool) -> N
             lane_module.time = SimpleNamespace(perf_counter=iter((0.0, kernel_s)).__next__)
             assert begin(0)
             assert begin(1)
+            if has_word:
+                lane.signal(SimpleNamespace(signals=WORD), 1, 1)
             now_s[0] += 0.9 * busy_of(lane_module).BUSY_S
             while lane._moving:
                 lane.wait()

@@ -237,6 +237,8 @@ class GpuLane:
         That of a tail waits in the stream for its bytes: they come while all wait for their turn.
         """
         bunch = [self._landing.popleft() for _ in range(1 if self._is_full else len(self._landing))]
+        for one in bunch:
+            one.moving.kernel = None  # it might have begun before it is launched: we time it
         last = bunch[-1]
         is_tail = len(last.ids) * last.group.page_bytes <= TAIL_BYTES and len(bunch) > 1
         there = bunch[:-1] if is_tail else bunch
@@ -284,7 +286,6 @@ class GpuLane:
         if not self._into_engine:
             self._gather(group, ids, offsets, heads, where, is_timed=is_timed)
             return True
-        is_timed = is_timed and not is_busy  # else it is launched later, and timed by us
         for part in _cut(len(ids), FIRST_PAGES if is_first and is_busy else 0):
             self._moves.pages(group, offsets[part], heads[part], where + part.start * group.pitch)
         there = self._mark(self._bus, is_timed=is_timed)
