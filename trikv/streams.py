@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from itertools import islice
 from typing import Any, Final
 
-EVENTS_MAX: Final = 8
+EVENTS_MAX: Final = 2
 PIECES_MAX: Final = 64  # sent at once; the system's own limit is 1,024
 STEPS_MAX: Final = 16
 STEPS_S: Final = 0.00025
@@ -28,24 +28,40 @@ class FewAtOnce(selectors.DefaultSelector):
 
     Each may carry a call of a millisecond: a burst of forty engines must not be one turn of the
     loop, with every timer behind it.
+
+    Attributes:
+        askers: descriptors by which calls come that somebody waits for; one of them is first.
     """
 
-    _skipped = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.askers: set[int] = set()
+        self._turn = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """As the standard library's."""
         ready = super().select(timeout)
         if len(ready) <= EVENTS_MAX:
             return ready
-        first = self._skipped = (self._skipped + EVENTS_MAX) % len(ready)
-        return (ready[first:] + ready[:first])[:EVENTS_MAX]
+        self._turn += 1
+        first = self._turn % len(ready)
+        ready = ready[first:] + ready[:first]
+        asking = [one for one in ready if one[0].fd in self.askers][:1]
+        return asking + [one for one in ready if one not in asking][: EVENTS_MAX - len(asking)]
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        """As the standard library's."""
+        key = super().unregister(fileobj)
+        self.askers.discard(key.fd)
+        return key
 
 
 class Loop(asyncio.SelectorEventLoop):
     """asyncio's loop with our transport, and with calls that end where they begin."""
 
     def __init__(self) -> None:
-        super().__init__(FewAtOnce())
+        self._looks = FewAtOnce()
+        super().__init__(self._looks)
         self._last: deque[Callable[[], None]] = deque()
 
     async def create_unix_connection(
@@ -83,6 +99,10 @@ class Loop(asyncio.SelectorEventLoop):
         handle = asyncio.Handle(callback, args, self, context)
         self._soon.append(handle)
         return handle
+
+    def prefer(self, sock: socket.socket) -> None:
+        """Look at it first while it is watched: somebody waits for what comes by it."""
+        self._looks.askers.add(sock.fileno())
 
     @property
     def has_soon(self) -> bool:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import math
-import selectors
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -13,7 +12,7 @@ import capnp
 import pytest
 
 from trikv import streams
-from trikv.streams import EVENTS_MAX, STEPS_MAX, Answered, FewAtOnce, Later, Loop
+from trikv.streams import STEPS_MAX, Answered, Later, Loop
 from trikv.wire import SCHEMA
 
 BUFFER = 1 << 16
@@ -363,26 +362,3 @@ def test_a_call_that_is_answered_later_is_right_on_any_loop() -> None:
         del left
 
     on_both_loops(main)
-
-
-def test_a_burst_is_no_one_turn_and_nobody_is_left_out() -> None:
-    looks = FewAtOnce()
-    pairs = [socket.socketpair() for _ in range(3 * EVENTS_MAX + 1)]
-    try:
-        for ours, theirs in pairs:
-            looks.register(ours, selectors.EVENT_READ)
-            theirs.send(b"x")
-        seen: set[int] = set()
-        for _ in range(2 * len(pairs) // EVENTS_MAX + 2):
-            ready = looks.select(0)
-            assert len(ready) == EVENTS_MAX
-            seen |= {key.fd for key, _ in ready}
-        assert seen == {ours.fileno() for ours, _ in pairs}
-        for ours, _ in pairs[2:]:
-            ours.recv(1)
-        assert len(looks.select(0)) == 2
-    finally:
-        looks.close()
-        for pair in pairs:
-            for one in pair:
-                one.close()

@@ -127,6 +127,7 @@ class SessionServant(wire.SCHEMA.Session.Server):
 
     def query_context(self, context: Any) -> Any:
         """See the schema; answered without a hop, unless it is to wait for what is coming."""
+        self.connection.hurry()
         if context.params.query.waitSeconds > 0 and self._service.tiers is not None:
             return self._query_late(context)
         return self._query_at_once(context)

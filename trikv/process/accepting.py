@@ -10,6 +10,7 @@ another thread: streams and servers are closed in `finally`, and everything here
 import asyncio
 import socket
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Final, Protocol
 
 import capnp
@@ -20,6 +21,7 @@ from trikv.core.counters import OK, CallCounts
 from trikv.core.errors import KvError, OverloadedError
 from trikv.process.edges import first_line, open_stream
 from trikv.process.guest import Guest
+from trikv.streams import Loop
 
 log = structlog.get_logger()
 
@@ -46,6 +48,7 @@ class Connection:
         self.guest = guest
         self.calls = calls
         self.hang_up: Callable[[], object] = lambda: None
+        self.hurry: Callable[[], object] = lambda: None
         self.loop = asyncio.get_running_loop()
         self._counters = counters
         self._refused = OK
@@ -179,6 +182,8 @@ class Listener:
         task = asyncio.current_task()
         assert task is not None
         connection.hang_up = task.cancel
+        if isinstance(connection.loop, Loop):
+            connection.hurry = partial(connection.loop.prefer, sock)
         try:
             server = capnp.TwoPartyServer(
                 stream,
