@@ -149,7 +149,8 @@ def engine(
     ]
     if socket:
         arguments += ["--kv-transfer-config", json.dumps(CONNECTOR)]
-    with process(arguments, folder / f"{name}.log", TRIKV_SOCKET=socket) as child:
+    places = {"TRIKV_SOCKET": socket, "VLLM_RPC_BASE_PATH": str(folder)}  # vLLM leaves its sockets
+    with process(arguments, folder / f"{name}.log", **places) as child:
         yield child
 
 
