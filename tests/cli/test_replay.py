@@ -196,6 +196,9 @@ def test_public_formats(tmp_path: Path) -> None:
     agents = [row | {"session": 4} for row in rows]
     trace = read_trace(write(tmp_path / "agents.jsonl", agents))
     assert (trace.block_tokens, trace.session.tolist()) == (64, [4, 4])
+    text = "".join(json.dumps(row | {"a": "\u2028"}, ensure_ascii=False) + "\n" for row in agents)
+    (tmp_path / "other.jsonl").write_text(text, encoding="utf-8")  # JSON's line ends are fewer
+    assert read_trace(str(tmp_path / "other.jsonl")).asked == 3
 
 
 def test_our_format_tells_spaces_and_saves_apart(tmp_path: Path) -> None:

@@ -309,7 +309,7 @@ class BelowMachine(RuleBasedStateMachine):
         old = self.number[space]
         self.cache.retire_space(old)
         self.below.retire_space(old)
-        origin = self.below.voids.popleft()
+        origin, _ = self.below.voids.popitem()
         for lower, medium in zip(self.lowers, self.mediums, strict=True):
             medium.voids[origin] = lower.floor(origin)
         assert not self.below.has(old, words(list(range(64)))).any()

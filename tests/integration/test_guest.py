@@ -228,6 +228,7 @@ def test_both_ends_ask_whether_a_silent_host_is_there() -> None:
             stream = await edges.open_stream(sock)
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             wanted = [(socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3)]
+            wanted.append((socket.TCP_USER_TIMEOUT, 11_000))
             for option, value in wanted:
                 assert sock.getsockopt(socket.IPPROTO_TCP, option) == value
             stream.close()

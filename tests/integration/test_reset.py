@@ -174,3 +174,52 @@ def test_a_reset_beside_a_disk_that_could_not_be_opened_is_not_answered_as_done(
     daemon.end(signal.SIGKILL)
     daemon = with_disk(start, tmp_path, *arguments)
     asyncio.run(reset(""))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_reset_is_told_to_each_disk_that_works(
+    start: Start,
+    tmp_path: Path,
+    *,
+    is_late: bool,
+) -> None:
+    """Whatever another one does: its answer is that it is not certain, and nothing comes back."""
+
+    async def save_some() -> None:
+        async with attached(daemon.address, **disks.engine_options()) as engine:
+            for name in range(4):
+                await disks.save(engine, name, 8)
+                await disks.quiet(daemon)
+
+    async def reset() -> None:
+        async with attached(daemon.address, **disks.engine_options()) as engine:
+            if is_late:
+                await disks.quiet(daemon)
+                faults.set("full", "/disk0")
+            for _ in range(2):
+                assert wire_code((await engine.session.reset()).reply) == "not-ready"
+
+    async def look() -> list[int]:
+        async with attached(daemon.address, **disks.engine_options()) as engine:
+            await disks.quiet(daemon)
+            return [await disks.load(engine, name, 8) for name in range(4)]
+
+    def life() -> RunningDaemon:
+        arguments = ("--ssd-ring", "threads", "--ssd-write-through", "--pool-size", "16mb")
+        return with_disk(start, tmp_path, *arguments, paths=2, before=faults.before)
+
+    faults = disks.Faults(tmp_path)
+    faults.set("full", "/disk0")  # so all blocks are on the other one
+    daemon = life()
+    asyncio.run(save_some())
+    daemon.end(signal.SIGTERM)
+    daemon = life()
+    assert asyncio.run(look()) == 4 * [8]
+    daemon.end(signal.SIGKILL)
+    if is_late:
+        faults.set("none")
+    daemon = life()
+    asyncio.run(reset())
+    daemon.end(signal.SIGKILL)
+    daemon = life()
+    assert asyncio.run(look()) == 4 * [0]

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import trio
 
+from tests.conftest import PATIENCE_S
 from tests.tiers.disks import CAPACITY, PAGE, REGION_BYTES, batch, fill, found
 from trikv.core import superblock
 from trikv.core.errors import BadRequestError
@@ -70,6 +72,55 @@ def test_two_that_begin_at_once_do_not_delete_each_others_file(
         diskfile.open_file(str(path), CAPACITY, region_bytes=REGION_BYTES)
     assert others[0].look() == ""
     others[0].close()
+
+
+def test_a_disk_of_another_is_not_deleted_by_who_has_made_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one may have come first, used it, and ended."""
+    path = tmp_path / "disk"
+    real = diskfile._lock
+
+    def late(fd: int) -> None:
+        path.write_bytes(b"a disk")
+        real(fd)
+
+    monkeypatch.setattr(diskfile, "_lock", late)
+    with pytest.raises(UnusableDiskError, match="not ours"):
+        diskfile.open_file(str(path), CAPACITY, region_bytes=REGION_BYTES)
+    assert path.read_bytes() == b"a disk"
+
+
+async def test_nobody_who_has_given_up_waits_for_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a daemon that is told to end while it starts."""
+    monkeypatch.setattr(locks, "LOCK_S", PATIENCE_S)
+    path = tmp_path / "disk"
+    held = diskfile.open_file(str(path), CAPACITY, region_bytes=REGION_BYTES)
+    count = len(os.listdir("/proc/self/fd"))
+    with trio.move_on_after(0.1) as scope:
+        await trio.to_thread.run_sync(diskfile.open_file, str(path), CAPACITY)
+    assert scope.cancelled_caught
+    assert len(os.listdir("/proc/self/fd")) == count
+    held.close()
+
+
+def test_a_new_disk_whose_first_sector_cannot_be_read_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut while it was written first; nothing else is there."""
+    path = tmp_path / "disk"
+    path.write_bytes(bytes(CAPACITY))
+    pread = os.pread
+
+    def torn(fd: int, size: int, offset: int) -> bytes:
+        if offset == 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return pread(fd, size, offset)
+
+    monkeypatch.setattr(os, "pread", torn)
+    diskfile.open_file(str(path), CAPACITY, region_bytes=REGION_BYTES).close()
 
 
 async def test_a_folder_is_a_place_for_our_file(tmp_path: Path) -> None:

@@ -214,6 +214,22 @@ def test_kernels_on_time_say_that_a_gpu_is_free_again(*, into_engine: bool, has_
         assert not lane.busy.is_now
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_kernel_that_we_launch_late_says_nothing_of_the_gpu(*, is_late: bool) -> None:
+    """As where it takes long to ask for the last pieces of a load: its bytes are there before."""
+    with doubled() as (cuda, lane_module, device_module):
+        lane, begin = _busy_lane(cuda, lane_module, device_module, into_engine=True)
+        noted = list[float]()
+        lane.busy.note = lambda took_s, _size: noted.append(took_s)
+        lane.busy.until_s, cuda.kernel_s = math.inf, 1.0
+        assert begin(0)
+        while is_late and any(cuda.streams):
+            cuda.go_on()
+        lane.signal(SimpleNamespace(signals=WORD), 1, 1)
+        lane.wait()
+        assert noted == ([] if is_late else [1.0])
+
+
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_the_bus_has_some_pages_of_a_large_chunk_while_it_is_asked_for_the_rest(
     *, is_busy: bool

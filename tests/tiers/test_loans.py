@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 import trio
 
 from tests.tiers.loans import (
@@ -209,6 +210,32 @@ async def test_an_expired_grant_is_unpinned_after_its_streams_have_ended(
     assert order == [("cut", COUNT)]
     told, _ = await owner.release(owner_side.peer, lent[0].grant.id, wants_sums=True)
     assert not told
+
+
+async def test_a_release_that_is_not_valid_has_no_sums(owner_side: OwnerSide) -> None:
+    """A reader takes an answer with the one and not the other for nonsense, and hangs up."""
+    owner, peer = owner_side.owner, owner_side.peer
+    lent = await owner.lend(peer, ORIGIN, words(), ttl_s=30.0, wants_sums=True)
+    assert lent is not None
+    owner.lending._shared.retire_space(SPACE)
+    was_valid, sums = await owner.release(peer, lent[0].grant.id, wants_sums=True)
+    assert (was_valid, len(sums)) == (False, 0)
+
+
+async def test_an_owner_is_not_blamed_for_pages_that_did_not_come(
+    reader_side: ReaderSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch = neighbours.Ways.fetch
+
+    async def cut_off(self: Any, one: Any) -> None:
+        await fetch(self, one)
+        one.outcome[1:3] = Outcome.FAILED
+
+    monkeypatch.setattr(neighbours.Ways, "fetch", cut_off)
+    with structlog.testing.capture_logs() as logs:
+        result = await reader_side.bring(reader_side.wanted())
+    assert result.arrived.tolist() == [at not in {1, 2} for at in range(COUNT)]
+    assert [one for one in logs if one["log_level"] == "error"] == []
 
 
 class Disks:

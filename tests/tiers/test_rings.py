@@ -286,6 +286,15 @@ def test_threads_where_the_kernel_forbids_rings(fd: int, monkeypatch: pytest.Mon
         rings.make_queue("uring", fd)
 
 
+def test_a_ring_that_is_not_given_what_it_needs_leaves_nothing(fd: int) -> None:
+    if reason := why_not("uring"):
+        pytest.skip(reason)
+    count = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+        uring.UringQueue(fd, 1 << 20)
+    assert len(os.listdir("/proc/self/fd")) == count
+
+
 def test_a_package_that_kills_its_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uring_package, "__name__", "tests.tiers.killed")
     assert rings.why_not("liburing") == "kills its process with signal 4 on this processor"

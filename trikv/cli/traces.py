@@ -137,7 +137,8 @@ def read_trace(path: str) -> Trace:
         TraceError: no such file, or a line is not what a trace consists of.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+        with Path(path).open(encoding="utf-8") as file:
+            lines = list(file)  # JSON may hold what `splitlines` takes for the end of a line
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -39,7 +39,8 @@ class Below:
         reading: for whom the pool's rows are being read.
         ended: told of each part of a read that has ended, and which of its blocks have arrived.
         lost: called when a disk is not used any more.
-        voids: origins whose older records are to be voided on each disk, before anybody is told.
+        voids: origins whose older records are to be voided, and the disks that have done so. Nobody
+            is told before all have.
         quarantined_bytes: of the pool, that a hung disk may still touch: never used again.
     """
 
@@ -50,7 +51,7 @@ class Below:
         self.lowers = list(lowers)
         self.spills = spills
         self.begun: deque[ReadPart] = deque()
-        self.voids: deque[bytes] = deque()
+        self.voids: dict[bytes, set[int]] = {}
         self.quarantined_bytes = 0
         self.reading = Reading(cache.blocks.capacity)
         self.ended: Callable[[ReadPart, Bools], object] = lambda _part, _arrived: None
@@ -82,7 +83,7 @@ class Below:
         for lower in self.lowers:
             lower.retire_origin(origin)
         self._origins[space] = origin, ()
-        self.voids.append(origin)
+        self.voids[origin] = set()  # anew, where it was retired before
 
     def drop_retired(self) -> bool:
         """Forget some of what was retired, on one disk; False: there was nothing to do."""

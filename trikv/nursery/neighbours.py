@@ -227,9 +227,10 @@ class Neighbour:
         is_right = came.copy()
         if was_valid and checks:  # of what has come: other pages may not even have memory
             is_right[came] = await self._are_right(part, rows[came], sums[came])
-        if not bool(is_right.all() | ~came.any()) and was_valid:
-            self.wrong_blocks += int((came & ~is_right).sum())
-            log.error("peer.wrong", addr=str(self.address), blocks=int((came & ~is_right).sum()))
+        wrong = int((came & ~is_right).sum())
+        if was_valid and wrong:
+            self.wrong_blocks += wrong
+            log.error("peer.wrong", addr=str(self.address), blocks=wrong)
         if was_valid:
             result.arrived[rows] = is_right
         took_s = trio.current_time() - began_s

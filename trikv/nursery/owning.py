@@ -212,7 +212,7 @@ class Owner:
         finally:
             self.lending.unpin(grant)
             self._end_lift(lent.lift)
-        return was_valid, lent.sums if wants_sums else np.empty(0, np.uint64)
+        return was_valid, lent.sums if was_valid and wants_sums else np.empty(0, np.uint64)
 
     async def run(
         self,

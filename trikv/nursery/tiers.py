@@ -30,6 +30,7 @@ from trikv.options import SettingError
 from trikv.tiers.front import DiskFailedError
 from trikv.tiers.pool import Pool
 from trikv.tiers.ssd import open_disk
+from trikv.tiers.transfers import NOBODYS
 
 log = structlog.get_logger()
 
@@ -145,20 +146,31 @@ class Tiers:
         await self.prefetching.wait(call, lambda: self.store.coming(instance, call))
 
     async def void(self) -> None:
-        """Make durable what `reset` has dropped.
+        """Make durable what `reset` has dropped: on each disk that works, whatever others do.
 
         Raises:
-            NotReadyError: that is not certain on each disk.
+            NotReadyError: that is not certain on each disk; those that are certain are not asked
+                again.
         """
+        failed: NotReadyError | None = None
+        for one in self.disks:
+            for origin, told in list(self.below.voids.items()):
+                if one.number in told:
+                    continue
+                try:
+                    await one.void(origin)
+                except NotReadyError as error:
+                    failed = failed or error
+                    break
+                told.add(one.number)
+        if failed is not None:
+            raise failed
         if self.below.voids and self.broken:
             path, reason = next(iter(self.broken.items()))
             raise NotReadyError(f"the SSD at {path} cannot be told to forget: it is off: {reason}")
-        while self.below.voids:
-            origin = self.below.voids[0]
-            for one in self.disks:
-                await one.void(origin)
-            if self.below.voids and self.below.voids[0] == origin:
-                self.below.voids.popleft()
+        for origin, told in list(self.below.voids.items()):
+            if len(told) == len(self.disks):
+                del self.below.voids[origin]
 
 
 def disks_of(settings: Settings) -> DiskPlan:
@@ -196,8 +208,11 @@ async def open_disks(plan: DiskPlan, tiers: Tiers, pool: Pool) -> AsyncIterator[
     refusal = ""
     async with AsyncExitStack() as stack:
         for path in plan.paths:
+            # Only of a kept pool: another process cannot open any other, and its memory would be
+            # free some time after this process has ended, instead of at once.
+            memory_fd = NOBODYS if tiers.store.keeper is None else pool.fd
             try:
-                opened = open_disk(path, plan.capacity_bytes, ring=plan.ring, memory_fd=pool.fd)
+                opened = open_disk(path, plan.capacity_bytes, ring=plan.ring, memory_fd=memory_fd)
                 disk = await stack.enter_async_context(opened)
             except (BadRequestError, UnusableDiskError, DiskFailedError, ExceptionGroup) as raised:
                 error = first_of(raised)

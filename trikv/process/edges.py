@@ -38,12 +38,17 @@ KEEPALIVE: Final = {
 is room for no other. One whose process stands still is there, as its kernel answers."""
 
 
+UNANSWERED_MS: Final = 11_000
+"""The same where it is gone in the midst of a message: then keepalive does not ask."""
+
+
 async def open_stream(sock: socket.socket) -> Any:
     """A connected socket as pycapnp takes it."""
     if sock.family == socket.AF_UNIX:
         return await capnp.AsyncIoStream.create_unix_connection(sock=sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_MS)
     for option, value in KEEPALIVE.items():
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
     return await capnp.AsyncIoStream.create_connection(sock=sock)

@@ -97,9 +97,12 @@ def open_file(path: str, capacity_bytes: int, *, region_bytes: int = 0) -> DiskF
         raise UnusableDiskError(f"{wanted}: {what}") from error
     try:
         _lock(fd)
-    except UnusableDiskError as error:  # whoever has it may have found the file that we made
+    except BaseException as error:  # whoever has it may have found the file that we made
         os.close(fd)
-        raise UnusableDiskError(f"{wanted}: {error}") from error
+        if isinstance(error, UnusableDiskError):
+            raise UnusableDiskError(f"{wanted}: {error}") from error
+        raise
+    is_new = is_new and os.fstat(fd).st_size == 0  # else somebody had it before us, and has used it
     try:
         superblock = _prepare(fd, capacity_bytes, region_bytes)
     except BaseException as error:
@@ -144,7 +147,7 @@ def _prepare(fd: int, capacity_bytes: int, region_bytes: int) -> Superblock:
     is_cut_off = is_unfinished(front) and _is_blank(fd, len(front), size)
     found = None if is_cut_off else read(front)
     if found is None:
-        if size and not is_cut_off and not _is_blank(fd, 0, size):
+        if size and not is_cut_off and (any(front) or not _is_blank(fd, len(front), size)):
             raise UnusableDiskError("holds something that is not ours: it is left alone")
         layout = layout_for(capacity_bytes, region_bytes)
         found = Superblock(os.urandom(16), capacity_bytes, layout.region_bytes, layout.region_count)

@@ -333,7 +333,10 @@ class GpuLane:
     def _scatter_all(self) -> None:
         """Launch all kernels; those of chunks begun ahead come here once the bus has the next."""
         while self._landing:
-            self._scatter(self._landing.popleft())
+            landing = self._landing.popleft()
+            if landing.moving.kernel is not None and gpu.is_over(landing.there):
+                landing.moving.kernel = None  # it could have begun before now: we are late
+            self._scatter(landing)
 
     def _scatter(self, landing: Landing) -> None:
         """Launch its kernel, behind its bytes."""

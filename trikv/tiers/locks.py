@@ -4,10 +4,13 @@ What it gave to the kernel has its files, and with them its locks, until that is
 take as long as `ring.IO_S_MAX` for it.
 """
 
+import contextlib
 import errno
 import time
 from collections.abc import Callable
 from typing import Final, TypeVar
+
+import trio
 
 T = TypeVar("T")
 LOCK_S: Final = 30.0
@@ -20,6 +23,7 @@ def patiently(attempt: Callable[[], T]) -> T:
 
     Raises:
         OSError: the attempt's, the last one's where it stays taken.
+        trio.Cancelled: nobody waits for this thread any more.
     """
     until_s = time.perf_counter() + LOCK_S
     while True:
@@ -29,3 +33,5 @@ def patiently(attempt: Callable[[], T]) -> T:
             if error.errno not in TAKEN or time.perf_counter() >= until_s:
                 raise
             time.sleep(LOCK_STEP_S)
+            with contextlib.suppress(RuntimeError):  # not a thread of Trio's
+                trio.from_thread.check_cancelled()

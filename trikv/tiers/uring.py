@@ -75,10 +75,14 @@ class UringQueue:
         self.is_deferred = bool(params[2] & SETUP_DEFER_TASKRUN)
         self._map(params)
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        for code, one in ((_REGISTER_EVENTFD, self.event_fd), (_REGISTER_FILES, memory_fd)):
-            if one != NOBODYS:
-                number = ctypes.c_int(one)
-                _call(_REGISTER, self._ring, code, ctypes.byref(number), 1)
+        try:
+            for code, one in ((_REGISTER_EVENTFD, self.event_fd), (_REGISTER_FILES, memory_fd)):
+                if one != NOBODYS:
+                    number = ctypes.c_int(one)
+                    _call(_REGISTER, self._ring, code, ctypes.byref(number), 1)
+        except OSError:
+            self.close()
+            raise
 
     def push(self, ticket: int, offset: int, pieces: NDArray[np.uint64], *, is_write: bool) -> None:
         """Take an operation."""

@@ -60,11 +60,15 @@ class PackageQueue:
                 raise
             liburing.io_uring_queue_init(entries, self._ring, 0)  # before Linux 6.1
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        liburing.io_uring_register_eventfd(self._ring, self.event_fd)
-        if memory_fd != NOBODYS:  # see `uring.py`
-            liburing.io_uring_register_files(self._ring, liburing.FileIndex([memory_fd]))
         self._views: dict[tuple[int, int], memoryview] = {}
         self._lists: dict[int, object] = {}  # by ticket: what the kernel reads
+        try:
+            liburing.io_uring_register_eventfd(self._ring, self.event_fd)
+            if memory_fd != NOBODYS:  # see `uring.py`
+                liburing.io_uring_register_files(self._ring, liburing.FileIndex([memory_fd]))
+        except OSError:
+            self.close()
+            raise
         self._is_unsubmitted = False
         self._answer = liburing.Cqe()
 
