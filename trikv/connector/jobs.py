@@ -10,6 +10,8 @@ from typing import Final
 SIGNAL_COUNT: Final = 32
 """Words of a rank's GPU memory in which loads show their end; see `LoadJob.signal`. As many more
 are for loads that no forward waits for; see `Arrivals`."""
+AGAIN: Final = "again/"
+"""Before a request's id: the name under which a load that failed is tried again."""
 IDLE_S: Final = 0.001
 """How long a step that computes nothing may wait for an answer, instead of going round at once.
 

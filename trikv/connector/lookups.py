@@ -90,6 +90,11 @@ class Lookups:
         """What was found; without an answer None, and whether to ask again later."""
         now_s = self._clock()
         self.collect(track)
+        attached = self._calls.attached
+        if track.found is not None and (
+            attached is None or track.found.attachment != attached.number
+        ):
+            track.found = None  # its lease has ended with that session, or with its daemon
         if track.found is not None and track.found.coming_count:
             self._wait_for_more(track, track.found, now_s, is_idle=is_idle)
         if track.found is not None and track.found.is_aging(now_s) and track.lookup is None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from trikv.connector.calls import ID_BYTES, Calls
+from trikv.connector.jobs import AGAIN
 from trikv.connector.layers import LoadLostError
 from trikv.connector.link import CallError, UnknownError
 
@@ -204,7 +205,7 @@ class Overlap:
         via = self._calls.attached
         if via is None:
             return everything
-        name = f"again/{job.request}"
+        name = AGAIN + job.request
         load: Future[tuple[int, ...]] | None = None
         try:
             answer = self._calls.query(name, job.hash_bytes, job.hashes, QUERY_S).result()

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, Final
 from trikv.connector.calls import ID_BYTES, Calls, count_real, pack, unpack
 from trikv.connector.forgetting import Forgetting
 from trikv.connector.holding import Holding
-from trikv.connector.jobs import LoadJob, Report, SaveJob, StepJobs
+from trikv.connector.jobs import AGAIN, LoadJob, Report, SaveJob, StepJobs
 from trikv.connector.lookups import Lookups
 from trikv.connector.tally import Tally
-from trikv.connector.tracks import Policy, Track
+from trikv.connector.tracks import Policy, Track, unnamed
 from trikv.wire import BLOCKS_MAX, REQUEST_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class SchedulerHalf:
             self.tally.add("requests_with_adapter")
             return False
         return not getattr(request, "resumable", False) and (
-            0 < len(request.request_id.encode()) <= REQUEST_BYTES_MAX
+            0 < len(request.request_id.encode()) <= REQUEST_BYTES_MAX - len(AGAIN)
         )
 
     # -- admission -------------------------------------------------------------------------------
@@ -208,6 +208,7 @@ class SchedulerHalf:
     def step(self, output: Any) -> StepJobs:  # noqa: ANN401
         """What this step's workers have to do. Loads are handed over whatever else goes wrong."""
         preempted = frozenset(getattr(output, "preempted_req_ids", None) or ())
+        preempted |= unnamed(self._savers.values())
         for request_id in preempted:
             self._preempt(request_id)
         loads, self._loads = tuple(self._loads), []
@@ -229,7 +230,7 @@ class SchedulerHalf:
         track = self._tracks.get(request_id)
         self._holding.stopped(request_id)
         if track is not None:
-            track.blocks, track.found, track.saved_count = [], None, 0
+            track.preempted()
             self._forget_saves(track)
 
     def _saves(self, output: Any) -> list[SaveJob]:  # noqa: ANN401
@@ -250,7 +251,7 @@ class SchedulerHalf:
         is_alone = len(output.num_scheduled_tokens) == 1  # maybe nothing comes after it
         for request_id, scheduled in output.num_scheduled_tokens.items():
             track = self._tracks.get(request_id)
-            if track is not None and track.is_cacheable:
+            if track is not None and track.is_cacheable and not track.is_stale:
                 end = (computed.get(request_id, 0) + scheduled) // self._policy.block_tokens
                 jobs.extend(self._save(track, end, is_alone=is_alone))
         return jobs
@@ -260,6 +261,8 @@ class SchedulerHalf:
         if track is None:
             return
         if is_all:
+            if track.is_preempted:
+                track.preempted()
             track.blocks = list(blocks)
         else:
             track.blocks.extend(blocks)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     import concurrent.futures
+    from collections.abc import Iterable
 
     from trikv.connector.calls import Answer
     from trikv.connector.jobs import LoadJob
@@ -86,9 +87,22 @@ class Track:
     has_failed: bool = False  # a load went wrong: nothing is promised again
     saving: dict[int, int] = field(default_factory=dict)  # number of a save: ranks yet to answer
     has_spoken: bool = False  # the daemon has heard of it
+    preemptions: int = 0  # of the request that are known here
+    is_stale: bool = False  # what its blocks hold is of before a reset: it is not saved
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether it was preempted and nobody said so, as vLLM 0.20 of those that a reset does."""
+        return getattr(self.request, "num_preemptions", 0) > self.preemptions
+
+    def preempted(self) -> None:
+        """Its blocks are gone."""
+        self.preemptions = getattr(self.request, "num_preemptions", 0)
+        self.blocks, self.found, self.saved_count, self.is_stale = [], None, 0, False
 
     def forget(self) -> None:
-        """What the daemon has, or said, is wrong."""
+        """What the daemon has, or said, is wrong, and so is what it computed or loaded."""
+        self.is_stale = self.is_stale or bool(self.blocks or self.loading)
         self.found = self.lookup = None
         self.known_count = self.saved_count = 0
 
@@ -99,3 +113,8 @@ class Track:
         if size * last <= len(self.hashes):  # a request's hashes are only ever added to
             return self.hashes[size * first : size * last]
         return b"".join(hashes[first:last])
+
+
+def unnamed(tracks: Iterable[Track]) -> set[str]:
+    """Requests of those that were preempted though nobody said so."""
+    return {one.request.request_id for one in tracks if one.is_preempted}

@@ -64,6 +64,14 @@ class Leases:
     _deadlines: list[tuple[float, LeaseId]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
+    def number_from(self, first: int) -> None:
+        """Have the leases to come numbered from here: before any is granted.
+
+        Engines remember numbers longer than a daemon lives: they must not be those of other leases.
+        """
+        assert not self.active
+        self._numbers = itertools.count(first)
+
     def room(self, block_bytes: int, *, instead_of: Lease | None = None) -> int:
         """How many blocks of this size may be promised now, or once `instead_of` has ended."""
         count, held = len(self.active), self.pinned_bytes

@@ -111,6 +111,7 @@ def build(settings: Settings, opened: Opened, guard: FreezeGuard | None) -> Daem
         tenants=tenants_of(settings, pool.bytes),
         pool_parts=pool.parts,
     )
+    cache.leases.number_from(1 + secrets.randbits(62))
     windows = Windows(settings.metric_hll_windows, now_s=0.0)
     engines = Engines(settings.max_engines)
     keeper = keep(cache, engines.namespaces, opened.ledger) if opened.ledger else None
