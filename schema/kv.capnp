@@ -233,6 +233,9 @@ struct Save {
   event @9 :UInt16;                 # 1 + index into `Rank.events`; 0: the blocks are complete now
   signal @10 :UInt16;               # 1 + index into the rank's words, which becomes `value` behind the
   value @11 :UInt32;                # last byte that is read; 0: none. Only if no copy of it fails
+  altered @12 :Text;                # if it is there: what the field `altered` of the instance was, empty
+                                    # if none, when these blocks were computed. Another one now, by a
+                                    # `reset`: the save is refused, however late it comes
 }
 
 struct SaveReply {

@@ -296,6 +296,7 @@ def read_save(message: Any) -> Save:
         int(message.event),
         int(message.signal),
         int(message.value),
+        str(message.altered) if message._has("altered") else None,  # noqa: SLF001  # pycapnp's own name
     )
 
 

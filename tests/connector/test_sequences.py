@@ -113,3 +113,18 @@ def test_what_was_there_before_a_reset_is_not_saved_after(
     bench.half.step(step_output(preempted=("r",) if is_named else ()))
     jobs = run(bench, "r", cached={"r": (list(range(10, 16)), 0)}, resumed=("r",))
     assert [unpack(save.blocks) for save in jobs.saves] == [[10, 11, 12, 13, 14]]
+
+
+def test_a_save_says_of_which_weights_its_blocks_are() -> None:
+    """The daemon refuses those of others, however late they come."""
+    bench = Bench()
+    said = []
+    for name in ("a", "b"):
+        bench.half.add(request(name))
+        bench.answer(0)
+        jobs = run(bench, name, new={name: (list(range(1, 7)), 0)})
+        said.append([save.altered for save in jobs.saves])
+        bench.half.forget(0.0)
+        bench.calls.resets[-1].set_result(5)
+        assert bench.half.matched(request("other"), 0) == (None, False)  # it is settled
+    assert said == [[""], bench.calls.altered[:1]]

@@ -19,6 +19,7 @@ from tests.integration.daemons import (
     RunningDaemon,
     attached,
     failed,
+    start_daemon,
     wire_code,
     wire_ok,
 )
@@ -223,3 +224,29 @@ def test_a_reset_is_told_to_each_disk_that_works(
     daemon.end(signal.SIGKILL)
     daemon = life()
     assert asyncio.run(look()) == 4 * [0]
+
+
+def test_a_save_that_was_planned_before_a_reset_is_refused_after(
+    start: Start, tmp_path: Path
+) -> None:
+    """However late it comes, as one that was asked again; of one that does not say nobody knows."""
+
+    async def serve() -> list[str]:
+        async with attached(daemon.address, **disks.engine_options()) as engine:
+            answers = []
+            for number, resets in enumerate(("", "one", "", "two")):
+                if resets:
+                    wire_ok((await engine.session.reset(altered=resets)).reply)
+                for said in ({"altered": ""}, {"altered": "one"}, {"altered": "two"}, {}):
+                    name = f"{number} {said}"
+                    reply = await engine.save(prompt(name, 1), [0], request=name, **said)
+                    answers.append(reply.which())
+                    if answers[-1] == "error":
+                        assert reply.error.code == "bad-request"
+                        assert "before a reset" in reply.error.message
+            return answers
+
+    daemon = start_daemon(start, tmp_path, "--pool-size", "16mb")
+    first = ["ok", "error", "error", "ok"]
+    one, two = ["error", "ok", "error", "ok"], ["error", "error", "ok", "ok"]
+    assert asyncio.run(serve()) == [*first, *one, *one, *two]

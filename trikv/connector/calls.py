@@ -111,6 +111,8 @@ class Calls:
         }
         if job.signal:
             body |= {"signal": job.signal, "value": job.value}
+        if job.altered is not None:
+            body["altered"] = job.altered
         return self.client.call(
             "save", {"save": body}, _read_saved, deadline_s=None, retry_s=SAVE_RETRY_S
         )

@@ -61,6 +61,7 @@ class SaveJob:
     is_alone: bool = False  # the step computes nothing else; signal and value then as above
     signal: int = 0
     value: int = 0
+    altered: str | None = None  # see `Forgetting`, when they were computed; None: not known
 
     @property
     def key(self) -> tuple[str, int]:

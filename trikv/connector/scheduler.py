@@ -26,7 +26,7 @@ from trikv.connector.holding import Holding
 from trikv.connector.jobs import AGAIN, LoadJob, Report, SaveJob, StepJobs
 from trikv.connector.lookups import Lookups
 from trikv.connector.tally import Tally
-from trikv.connector.tracks import Policy, Track, unnamed
+from trikv.connector.tracks import Policy, Track, preempted_of
 from trikv.wire import BLOCKS_MAX, REQUEST_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -207,8 +207,7 @@ class SchedulerHalf:
 
     def step(self, output: Any) -> StepJobs:  # noqa: ANN401
         """What this step's workers have to do. Loads are handed over whatever else goes wrong."""
-        preempted = frozenset(getattr(output, "preempted_req_ids", None) or ())
-        preempted |= unnamed(self._savers.values())
+        preempted = preempted_of(output, self._savers.values())
         for request_id in preempted:
             self._preempt(request_id)
         loads, self._loads = tuple(self._loads), []
@@ -295,6 +294,7 @@ class SchedulerHalf:
                 hashes=track.hashes_of(first, last),
                 blocks=blocks[ID_BYTES * (first - start) : ID_BYTES * (last - start)],
                 is_alone=is_alone,
+                altered=self.altered,
             )
             track.saving[job.number] = self._policy.rank_count
             self._savers[job.number] = track

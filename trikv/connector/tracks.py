@@ -115,6 +115,7 @@ class Track:
         return b"".join(hashes[first:last])
 
 
-def unnamed(tracks: Iterable[Track]) -> set[str]:
-    """Requests of those that were preempted though nobody said so."""
-    return {one.request.request_id for one in tracks if one.is_preempted}
+def preempted_of(output: Any, tracks: Iterable[Track]) -> frozenset[str]:  # noqa: ANN401
+    """Requests that vLLM says were preempted, and those of `tracks` of which it does not say so."""
+    unnamed = {one.request.request_id for one in tracks if one.is_preempted}
+    return frozenset(getattr(output, "preempted_req_ids", None) or ()) | unnamed

@@ -104,6 +104,7 @@ class Save:
     event: int = 0
     signal: int = 0  # as in `Load`; when all bytes have been read
     value: int = 0
+    altered: str | None = None  # see `Engines.check_altered`; None: the caller does not say
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -135,6 +135,22 @@ class Engines:
             raise
         return instance
 
+    def check_altered(self, name: InstanceName | None, value: str | None) -> None:
+        """Whether blocks are of the weights that an instance has now.
+
+        Args:
+            name: of the instance.
+            value: of its field `altered`, empty: none, when they were computed; None: not known.
+
+        Raises:
+            BadRequestError: they are not.
+        """
+        instance = self.by_name.get(name) if name is not None else None
+        if value is None or instance is None or instance.namespace is None:  # not ready
+            return
+        if dict(instance.fields).get(ALTERED_FIELD, "") != value:
+            raise BadRequestError("these blocks are of before a reset")
+
     def alter(self, instance: Instance, value: str) -> None:
         """A ready instance's weights are no more those that its fields name: it leaves for others.
 

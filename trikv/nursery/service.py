@@ -118,6 +118,7 @@ class Service:
         self.saving.check_room(session)
         fence = self._fence(session, call)
         _check_event(session, call)
+        self.store.engines.check_altered(session.instance, call.altered)
         mapped = session.attachments.get(call.rank)
         if mapped is not None:
             self.memory.expect(mapped, into_engine=False)
