@@ -230,27 +230,6 @@ def test_a_kernel_that_we_launch_late_says_nothing_of_the_gpu(*, is_late: bool) 
         assert noted == ([] if is_late else [1.0])
 
 
-@pytest.mark.parametrize("is_busy", [False, True])
-def test_the_bus_has_some_pages_of_a_large_chunk_while_it_is_asked_for_the_rest(
-    *, is_busy: bool
-) -> None:
-    """Of a load's first: the others are asked for while it has those before."""
-    with doubled() as (cuda, lane_module, device_module):
-        lane, target, blocks = a_lane(cuda, lane_module, device_module, into_engine=True)
-        lane_module.FIRST_PAGES = 3
-        lane.busy.until_s = math.inf if is_busy else -math.inf
-        asked, copy = list[int](), cuda.copy
-        cuda.copy = lambda *args: (asked.append(len(args[0])), copy(*args))  # type: ignore[method-assign, func-returns-value]
-        for part in (slice(0, 4), slice(4, 8)):
-            assert lane.start(target, blocks, part)
-        assert asked == ([3, 1, 4] if is_busy else [4, 4])
-        while lane._moving:
-            lane.wait()
-        for block, offset in zip(blocks.blocks[:8], blocks.offsets[:8], strict=True):
-            page, place = POOL + int(offset), ENGINE + 4096 * int(block)
-            assert np.array_equal(cuda.memory[place:][:4096], cuda.memory[page:][:4096])
-
-
 def test_a_save_that_fits_needs_one_kernel_of_a_busy_gpu() -> None:
     for into_engine in (False, True):
         with doubled() as (cuda, lane_module, device_module):

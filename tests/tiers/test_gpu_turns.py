@@ -130,6 +130,25 @@ def test_the_bus_has_the_head_of_a_large_save_while_the_rest_is_gathered(*, coun
         assert all(are_equal(cuda, blocks)[:count])
 
 
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_the_bus_has_some_pages_of_a_large_chunk_while_it_is_asked_for_the_rest(
+    *, is_busy: bool
+) -> None:
+    """Of a load's first: the others are asked for while it has those before."""
+    with doubled() as (cuda, lane_module, device_module):
+        lane, target, blocks = a_lane(cuda, lane_module, device_module, into_engine=True)
+        lane_module.FIRST_PAGES = 3
+        lane.busy.until_s = math.inf if is_busy else -math.inf
+        asked, copy = list[int](), cuda.copy
+        cuda.copy = lambda *args: (asked.append(len(args[0])), copy(*args))  # type: ignore[method-assign, func-returns-value]
+        for part in (slice(0, 4), slice(4, 8)):
+            assert lane.start(target, blocks, part)
+        assert asked == ([3, 1, 4] if is_busy else [4, 4])
+        while lane._moving:
+            lane.wait()
+        assert are_equal(cuda, blocks) == 8 * [True] + 8 * [False]
+
+
 @pytest.mark.parametrize("room", [8, 1])
 def test_a_lane_takes_its_time_when_all_copies_are_over_and_reported(room: int) -> None:
     """More staging of a busy GPU may be 50 ms in coming; with little of it chunks come singly."""
